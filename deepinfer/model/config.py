@@ -416,6 +416,7 @@ class _Section:
         for name in self.values:
             if name not in self.seen:
                 self.problems.append(
-                    f"{self.prefix}{name} = {self.values[name]!r} is an unknown field; this engine cannot tell what it would "
+                    f"{self.prefix}{name} = {self.values[name]!r} is an unknown field; this engine cannot tell what "
+                    "it would "
                     "change. Remove it if it is harmless"
                 )

@@ -88,7 +88,10 @@ def _rope(c: ModelConfig) -> Iterator[str]:
         if getattr(c.rope_scaling, name) <= 0:
             yield f"rope_scaling.{name} = {getattr(c.rope_scaling, name)} must be positive"
     if c.rope_scaling.beta_fast < c.rope_scaling.beta_slow:
-        yield f"rope_scaling.beta_fast = {c.rope_scaling.beta_fast} must not be below beta_slow = {c.rope_scaling.beta_slow}"
+        yield (
+            f"rope_scaling.beta_fast = {c.rope_scaling.beta_fast} must not be below beta_slow = "
+            f"{c.rope_scaling.beta_slow}"
+        )
     for name in ("rope_theta", "compress_rope_theta"):
         if getattr(c, name) <= 1:
             yield f"{name} = {getattr(c, name)} must be above 1: YaRN divides by its logarithm"
@@ -98,7 +101,10 @@ def _experts(c: ModelConfig) -> Iterator[str]:
     if c.num_experts_per_tok > c.n_routed_experts:
         yield f"num_experts_per_tok = {c.num_experts_per_tok} exceeds n_routed_experts = {c.n_routed_experts}"
     if c.norm_topk_prob and c.num_experts_per_tok < 2:
-        yield "num_experts_per_tok = 1 with norm_topk_prob = True: normalising one weight would hide the router; use 2 or more"
+        yield (
+            "num_experts_per_tok = 1 with norm_topk_prob = True: normalising one weight would hide the router; use "
+            "2 or more"
+        )
 
 
 def _layer_lists(c: ModelConfig) -> Iterator[str]:
@@ -107,13 +113,17 @@ def _layer_lists(c: ModelConfig) -> Iterator[str]:
         yield f"num_nextn_predict_layers = {c.num_drafts} must not be negative"
     if len(c.compress_ratios) < needed:
         yield (
-            f"compress_ratios has {len(c.compress_ratios)} entries, needs {needed} = num_hidden_layers {c.num_hidden_layers} "
+            f"compress_ratios has {len(c.compress_ratios)} entries, needs {needed} = num_hidden_layers "
+            f"{c.num_hidden_layers} "
             f"+ num_nextn_predict_layers {c.num_drafts}"
         )
     if odd := sorted(set(c.compress_ratios) - {0, 1, 2}):
         yield f"compress_ratios holds {odd}; only 0, 1 and 2 are supported"
     if any(c.compress_ratios[c.num_hidden_layers :]):
-        yield f"compress_ratios[{c.num_hidden_layers}:] = {c.compress_ratios[c.num_hidden_layers :]} must be 0: drafts do not compress"
+        yield (
+            f"compress_ratios[{c.num_hidden_layers}:] = {c.compress_ratios[c.num_hidden_layers :]} must be 0: drafts "
+            "do not compress"
+        )
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
         ids = getattr(c, name)
         if list(ids) != sorted(set(ids)):
@@ -138,7 +148,8 @@ def _sources(c: ModelConfig) -> Iterator[str]:
             yield f"layer {layer} has compress_ratios = {c.ratio(layer)} but no entry of {name} is <= {layer}"
         elif c.ratio(source) != c.ratio(layer):
             yield (
-                f"layer {layer} has compress_ratios = {c.ratio(layer)} but reads the cache of layer {source} with ratio "
+                f"layer {layer} has compress_ratios = {c.ratio(layer)} but reads the cache of layer {source} with "
+                "ratio "
                 f"{c.ratio(source)}; a change of ratio needs a new entry in kv_source_layer_ids"
             )
 
@@ -148,16 +159,25 @@ def _candidates(c: ModelConfig) -> Iterator[str]:
     if source == -1:
         return
     if source not in c.kv_source_layer_ids:
-        yield f"candidate_source_layer_id = {source} must be in kv_source_layer_ids {list(c.kv_source_layer_ids)} (or -1 = off)"
+        yield (
+            f"candidate_source_layer_id = {source} must be in kv_source_layer_ids {list(c.kv_source_layer_ids)} (or "
+            "-1 = off)"
+        )
         return
     if late := [i for i in c.index_source_layer_ids if i > source and c.kv_source(i) != source]:
-        yield f"index_source_layer_ids {late} come after candidate_source_layer_id = {source} but read another KV source"
+        yield (
+            f"index_source_layer_ids {late} come after candidate_source_layer_id = {source} but read another KV source"
+        )
     if blocks <= 0 or size <= 0:
-        yield f"candidate_topk_blocks = {blocks} and candidate_block_size = {size} must be positive with a candidate source"
+        yield (
+            f"candidate_topk_blocks = {blocks} and candidate_block_size = {size} must be positive with a candidate "
+            "source"
+        )
     elif blocks * size - (size - 1) < c.index_topk:
         # The last block may hold one visible position only, hence the (size - 1).
         yield (
-            f"candidate_topk_blocks*candidate_block_size - (candidate_block_size-1) = {blocks * size - (size - 1)} is below "
+            f"candidate_topk_blocks*candidate_block_size - (candidate_block_size-1) = {blocks * size - (size - 1)} "
+            "is below "
             f"index_topk = {c.index_topk}: masked positions could be selected"
         )
 
@@ -187,12 +207,16 @@ def _engram(c: ModelConfig) -> Iterator[str]:
         return
     yield from _multiple("engram_head_dim", c.engram_head_dim)
     if c.engram_columns * len(c.engram_layer_ids) > 4096 or c.engram_vocab_size > 1 << 31:
-        yield "engram_n_heads, engram_max_ngram_size or engram_vocab_size is far outside the released range (24 columns, 16000000)"
+        yield (
+            "engram_n_heads, engram_max_ngram_size or engram_vocab_size is far outside the released range (24 "
+            "columns, 16000000)"
+        )
         return
     rows = [sum(map(sum, orders)) for orders in c.engram_primes()]
     if list(c.engram_num_embeddings) != rows:
         yield (
-            f"engram_num_embeddings = {list(c.engram_num_embeddings)} must be {rows}: the sums of the primes that follow from "
+            f"engram_num_embeddings = {list(c.engram_num_embeddings)} must be {rows}: the sums of the primes that "
+            "follow from "
             f"engram_vocab_size = {c.engram_vocab_size}"
         )
 
@@ -206,9 +230,15 @@ def _dspark(c: ModelConfig) -> Iterator[str]:
     if not c.dspark_target_layer_ids:
         yield "dspark_target_layer_ids is empty with num_nextn_predict_layers > 0: the drafts have no input"
     if not 0 <= c.dspark_noise_token_id < c.vocab_size:
-        yield f"dspark_noise_token_id = {c.dspark_noise_token_id} is outside the vocabulary of vocab_size = {c.vocab_size}"
+        yield (
+            f"dspark_noise_token_id = {c.dspark_noise_token_id} is outside the vocabulary of vocab_size = "
+            f"{c.vocab_size}"
+        )
     if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:
-        yield f"dspark_num_experts_per_tok = {c.dspark_num_experts_per_tok} exceeds dspark_n_routed_experts = {c.dspark_n_routed_experts}"
+        yield (
+            f"dspark_num_experts_per_tok = {c.dspark_num_experts_per_tok} exceeds dspark_n_routed_experts = "
+            f"{c.dspark_n_routed_experts}"
+        )
 
 
 def _vision(c: ModelConfig) -> Iterator[str]:
@@ -231,8 +261,12 @@ def _vision(c: ModelConfig) -> Iterator[str]:
         return
     if v.hidden_size % v.num_attention_heads or v.head_dim % 4:
         yield (
-            f"vision_config.hidden_size = {v.hidden_size} over num_attention_heads = {v.num_attention_heads} must give a head "
+            f"vision_config.hidden_size = {v.hidden_size} over num_attention_heads = {v.num_attention_heads} must "
+            "give a head "
             "size divisible by 4: half the pairs turn with the row, half with the column"
         )
     if v.max_image_tokens < 4:
-        yield f"vision_config.max_image_tokens = {v.max_image_tokens} must be at least 4: start, one patch, end of row, end"
+        yield (
+            f"vision_config.max_image_tokens = {v.max_image_tokens} must be at least 4: start, one patch, end of "
+            "row, end"
+        )

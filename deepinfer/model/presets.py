@@ -16,10 +16,13 @@ from deepinfer.model.primes import engram_primes
 def flash() -> ModelConfig:
     """DeepSeek-V4.1-Flash as released, with vision and drafts (model.md 1.1 to 1.3)."""
     return ModelConfig(
-        vocab_size=129280, hidden_size=5120, num_hidden_layers=40, num_attention_heads=64, head_dim=512, qk_rope_head_dim=64,
-        q_lora_rank=1280, o_groups=8, o_lora_rank=1024, swiglu_limit=10.0, rms_norm_eps=1e-20, max_position_embeddings=1048576,
+        vocab_size=129280, hidden_size=5120, num_hidden_layers=40, num_attention_heads=64, head_dim=512,
+        qk_rope_head_dim=64,
+        q_lora_rank=1280, o_groups=8, o_lora_rank=1024, swiglu_limit=10.0, rms_norm_eps=1e-20,
+        max_position_embeddings=1048576,
         rope_theta=10000.0, compress_rope_theta=160000.0, rope_scaling=RopeScaling(16.0, 32.0, 1.0, 65536),
-        n_routed_experts=384, num_experts_per_tok=6, moe_intermediate_size=2304, routed_scaling_factor=1.5, norm_topk_prob=True,
+        n_routed_experts=384, num_experts_per_tok=6, moe_intermediate_size=2304, routed_scaling_factor=1.5,
+        norm_topk_prob=True,
         sliding_window=128, compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20 + (0,) * 3,
         kv_source_layer_ids=(2, 8, 14, 20), index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36),
         index_n_heads=32, index_head_dim=128, index_topk=512,
@@ -28,7 +31,8 @@ def flash() -> ModelConfig:
         engram_layer_ids=(1, 14), engram_num_embeddings=(384006168, 384016682), engram_max_ngram_size=4,
         engram_vocab_size=16000000, engram_n_heads=8, engram_head_dim=256, engram_pad_token_id=2,
         engram_compressed_vocab_size=99092,
-        num_nextn_predict_layers=3, dspark_block_size=5, dspark_noise_token_id=128799, dspark_target_layer_ids=(37, 38, 39),
+        num_nextn_predict_layers=3, dspark_block_size=5, dspark_noise_token_id=128799, dspark_target_layer_ids=(37,
+        38, 39),
         dspark_markov_rank=256, dspark_n_routed_experts=128, dspark_num_experts_per_tok=3,
         bos_token_id=0, eos_token_id=1, pad_token_id=2, image_token_id=129264,
         vision=VisionConfig(32, 1024, 16, 2816, 14, 10000.0, 3, 1024, 295936, None),
@@ -45,7 +49,8 @@ def tiny() -> ModelConfig:
         vocab_size=512, hidden_size=256, num_hidden_layers=8, num_attention_heads=8, head_dim=128, qk_rope_head_dim=32,
         q_lora_rank=64, o_groups=2, o_lora_rank=64, swiglu_limit=1.0, rms_norm_eps=1e-20, max_position_embeddings=65536,
         rope_theta=10000.0, compress_rope_theta=160000.0, rope_scaling=RopeScaling(16.0, 32.0, 1.0, 4096),
-        n_routed_experts=16, num_experts_per_tok=3, moe_intermediate_size=128, routed_scaling_factor=1.5, norm_topk_prob=True,
+        n_routed_experts=16, num_experts_per_tok=3, moe_intermediate_size=128, routed_scaling_factor=1.5,
+        norm_topk_prob=True,
         sliding_window=16, compress_ratios=(0, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0),
         kv_source_layer_ids=(1, 3, 4), index_source_layer_ids=(1, 3, 4, 6),
         index_n_heads=8, index_head_dim=64, index_topk=8,  # 8 heads, not 4: fewer exact ties of all-closed ReLUs
@@ -91,8 +96,8 @@ def preset(
 def cut_layers(config: ModelConfig, layers: int, *, drafts: bool) -> ModelConfig:
     """The first `layers` layers of `config`.
 
-    The rule: every list of layer ids keeps its entries below `layers`; compress_ratios keeps its first `layers` entries, plus
-    the drafts' zeros; the candidate filter goes with its source; Engram rows are recomputed from the list that is left
+    The rule: every list of layer ids keeps its entries below `layers`; compress_ratios keeps its first `layers` entries,
+    plus the drafts' zeros; the candidate filter goes with its source; Engram rows are recomputed from the list that is left
     (they are the same numbers, since primes are handed out in list order); the drafts tap the last layers that exist.
     Sources stand before their users, so no remaining layer loses one.
     """

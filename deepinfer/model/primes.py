@@ -29,8 +29,8 @@ def engram_primes(
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Primes `[layer][order][head]`: the bucket count of each hash column.
 
-    num_orders = max n-gram size - 1 (2-grams up to n-grams). The first prime is the smallest one >= start, every later one
-    the next above its predecessor, heads fastest, then orders, then layers.
+    num_orders = max n-gram size - 1 (2-grams up to n-grams). The first prime is the smallest one >= start, every
+    later one the next above its predecessor, heads fastest, then orders, then layers.
     """
     candidate = max(start, 2)
     layers = []
