@@ -96,10 +96,10 @@ def preset(
 def cut_layers(config: ModelConfig, layers: int, *, drafts: bool) -> ModelConfig:
     """The first `layers` layers of `config`.
 
-    The rule: every list of layer ids keeps its entries below `layers`; compress_ratios keeps its first `layers` entries,
-    plus the drafts' zeros; the candidate filter goes with its source; Engram rows are recomputed from the list that is left
-    (they are the same numbers, since primes are handed out in list order); the drafts tap the last layers that exist.
-    Sources stand before their users, so no remaining layer loses one.
+    The rule: every list of layer ids keeps its entries below `layers`; compress_ratios keeps its first `layers`
+    entries, plus the drafts' zeros; the candidate filter goes with its source; Engram rows are recomputed from the list
+    that is left (they are the same numbers, since primes are handed out in list order); the drafts tap the last layers
+    that exist. Sources stand before their users, so no remaining layer loses one.
     """
     if not 1 <= layers <= config.num_hidden_layers:
         raise ConfigError("preset", [f"layers = {layers} must be in 1..{config.num_hidden_layers}"])

@@ -1,7 +1,8 @@
 """The official inventory: name, shape and storage type of every tensor that a config implies.
 
-Sources: model.md 3.1 to 3.3, dspark.md 2.5 (the `mtp.*` table), vision.md 8. The released config gives exactly 96,085 tensors
-and 510,286,023,000 payload bytes. Weight matrices are [out, in]; `<name>.weight` and `<name>.scale` belong together.
+Sources: model.md 3.1 to 3.3, dspark.md 2.5 (the `mtp.*` table), vision.md 8. The released config gives exactly 96,085
+tensors and 510,286,023,000 payload bytes. Weight matrices are [out, in]; `<name>.weight` and `<name>.scale` belong
+together.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class TensorSpec:
 
     @property
     def group(self) -> Group:
-        """What must be loaded with it: text alone needs neither `draft` (mtp.*) nor `vision` (tower, aligner, bias_vl)."""
+        """What must be loaded with it: text alone needs neither `draft` (mtp.*) nor `vision` (tower, aligner, "
+        "bias_vl)."""
         if self.kind == "vision":
             return "vision"
         return "draft" if self.name.startswith("mtp.") else "text"
@@ -72,7 +74,8 @@ def fp8_pair(prefix: str, rows: int, cols: int, kind: Kind) -> Iterator[TensorSp
 
 
 def fp4_pair(prefix: str, rows: int, cols: int, kind: Kind) -> Iterator[TensorSpec]:
-    """An expert matrix [rows, cols], two FP4 codes per byte (low nibble = even column), one E8M0 scale per 32 columns."""
+    """An expert matrix [rows, cols], two FP4 codes per byte (low nibble = even column), one E8M0 scale per 32 "
+    "columns."""
     yield TensorSpec(f"{prefix}.weight", (rows, cols // 2), "I8", kind)
     yield TensorSpec(f"{prefix}.scale", (rows, cols // TILE), "F8_E8M0", kind)
 
