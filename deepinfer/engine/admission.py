@@ -1,0 +1,53 @@
+"""The door: everything about a request that can be wrong is found here, before anything is allocated."""
+
+from collections.abc import Iterable, Sequence
+
+from deepinfer.config import EngineConfig
+from deepinfer.engine.errors import InvalidRequestError
+from deepinfer.engine.sampling_params import SamplingParams
+
+
+def check_request(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    config: EngineConfig,
+    vocab_size: int,
+    eos_token_ids: Iterable[int],
+) -> int:
+    """Checks a request against the model and the engine; returns the tokens it may generate.
+
+    max_tokens is cut at the end of the context (the output then ends with reason "length"), so prompt + output never
+    exceeds max_model_len, which the cache is known to hold (EngineConfig). Raises InvalidRequestError.
+    """
+    length = len(prompt_token_ids)
+    if length == 0:
+        raise InvalidRequestError("prompt", "is empty; give at least one token")
+    for at, token in enumerate(prompt_token_ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                "prompt_token_ids", f"entry {at} must be a whole number from 0 to {vocab_size - 1}, got {token!r}"
+            )
+    if length >= config.max_model_len:
+        raise InvalidRequestError(
+            "prompt",
+            f"has {length} tokens and the context holds {config.max_model_len} with room for one output token; "
+            f"shorten it to {config.max_model_len - 1} or raise max_model_len",
+        )
+    room = config.max_model_len - length
+    if params.min_tokens > room:
+        raise InvalidRequestError("min_tokens", f"{params.min_tokens} does not fit: {room} tokens of context are left")
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for token in ids:
+            if token >= vocab_size:
+                raise InvalidRequestError(name, f"token ids must be from 0 to {vocab_size - 1}, got {token}")
+    both = set(params.stop_token_ids) & set(eos_token_ids)
+    if params.ignore_eos and both:
+        raise InvalidRequestError(
+            "ignore_eos", f"conflicts with stop_token_ids, which lists the end token {min(both)}; drop one of the two"
+        )
+    if len(params.logit_bias) >= vocab_size and all(bias == -float("inf") for bias in params.logit_bias.values()):
+        raise InvalidRequestError("logit_bias", "forbids every token")
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > vocab_size:
+            raise InvalidRequestError(name, f"must be at most the vocabulary's {vocab_size} ids, got {count}")
+    return room if params.max_tokens is None else min(params.max_tokens, room)
