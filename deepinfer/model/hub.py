@@ -19,10 +19,10 @@ class ModelNotFoundError(ValueError):
 def resolve_model(name: str | None = None, *, default_dir: str | Path | None = None) -> Path:
     """The directory of a model.
 
-    name: "nano" (bundled), a local directory, or a hub id `owner/name`. None means the default: `default_dir`, else the
-    variable DEEPINFER_HF_MODEL_DIR, else "nano". A hub id is taken from the local cache where it is complete; otherwise
-    it is downloaded, unless HF_HUB_OFFLINE is set. Weights are not opened here.
-    Raises ModelNotFoundError.
+    name: "nano" (bundled; a local directory of that name is `./nano`), a local directory, or a hub id `owner/name`.
+    None means the default: `default_dir`, else the variable DEEPINFER_HF_MODEL_DIR, else "nano". A hub id is taken from
+    the local cache where it is complete; otherwise it is downloaded, unless HF_HUB_OFFLINE is set. Weights are not
+    opened here. Raises ModelNotFoundError.
     """
     origin = ""
     if name is None:
@@ -35,9 +35,6 @@ def resolve_model(name: str | None = None, *, default_dir: str | Path | None = N
             name = DEFAULT_MODEL
     if not name.strip():
         raise ModelNotFoundError("the model name is empty; give `nano`, a directory or a hub id `owner/name`")
-    path = Path(name).expanduser()
-    if path.exists():  # before "nano": a directory of that name in the current folder is what its owner means
-        return check_directory(path, f"{name}{origin}")
     if name == DEFAULT_MODEL:
         bundled = BUNDLED / DEFAULT_MODEL
         if not bundled.is_dir():
@@ -46,6 +43,9 @@ def resolve_model(name: str | None = None, *, default_dir: str | Path | None = N
                 "DEEPINFER_HF_MODEL_DIR, or write a random one with `deepinfer make-checkpoint DIR --preset tiny`"
             )
         return check_directory(bundled, DEFAULT_MODEL)
+    path = Path(name).expanduser()
+    if path.exists():
+        return check_directory(path, f"{name}{origin}")
     if origin or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(
             f"{name}{origin}: no such directory, and no hub id of the form `owner/name`; "
