@@ -1,32 +1,37 @@
 """The door: everything about a request that can be wrong is found here, before anything is allocated."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from deepinfer.config import EngineConfig
 from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.sampling_params import SamplingParams
 
 
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, refused: Mapping[int, str]) -> None:
+    """Raises InvalidRequestError for no tokens, an id outside the vocabulary, or one of `refused` (id -> reason)."""
+    if len(token_ids) == 0:
+        raise InvalidRequestError(field, "is empty; give at least one token")
+    for at, token in enumerate(token_ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                field, f"entry {at} must be a whole number from 0 to {vocab_size - 1}, got {token!r}"
+            )
+        if token in refused:
+            raise InvalidRequestError(field, f"entry {at}: id {token} {refused[token]}")
+
+
 def check_request(
-    prompt_token_ids: Sequence[int],
+    length: int,
     params: SamplingParams,
     config: EngineConfig,
     vocab_size: int,
     eos_token_ids: Iterable[int],
 ) -> int:
-    """Checks a request against the model and the engine; returns the tokens it may generate.
+    """Checks a request of `length` prompt tokens against the model and the engine; returns the tokens it may generate.
 
     max_tokens is cut at the end of the context (the output then ends with reason "length"), so prompt + output never
     exceeds max_model_len, which the cache is known to hold (EngineConfig). Raises InvalidRequestError.
     """
-    length = len(prompt_token_ids)
-    if length == 0:
-        raise InvalidRequestError("prompt", "is empty; give at least one token")
-    for at, token in enumerate(prompt_token_ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                "prompt_token_ids", f"entry {at} must be a whole number from 0 to {vocab_size - 1}, got {token!r}"
-            )
     if length >= config.max_model_len:
         raise InvalidRequestError(
             "prompt",

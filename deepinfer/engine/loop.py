@@ -1,7 +1,7 @@
 """The plain step loop: schedule -> forward -> sample -> process, with nothing in flight between steps."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from deepinfer.cache import Cache
 from deepinfer.config import EngineConfig
 from deepinfer.engine import random_streams
-from deepinfer.engine.admission import check_request
+from deepinfer.engine.admission import check_request, check_token_ids
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.penalties import TokenHistory
@@ -33,6 +33,7 @@ class StepModel(Protocol):
 class Engine:
     """Requests in, tokens out. Not thread-safe: one owner calls add_request, abort and step in turn.
 
+    refused_ids: token ids that no prompt may hold, with the reason.
     detokenizer: makes the text stream of a sequence (argument: skip_special_tokens), or None for ids only, in which
     case stop strings are refused. clock: seconds, monotonic.
     """
@@ -45,6 +46,7 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
+        refused_ids: Mapping[int, str] | None = None,
         detokenizer: Callable[[bool], TextStream] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,6 +56,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._model = model
         self._vocab_size = vocab_size
+        self._refused_ids = dict(refused_ids or {})
         self._detokenizer = detokenizer
         self._clock = clock
         self._states: dict[str, RequestState] = {}
@@ -64,11 +67,21 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._states)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._states)
+
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """The door alone: raises InvalidRequestError, or returns how many tokens the request may generate."""
         if params.stop and self._detokenizer is None:
             raise InvalidRequestError("stop", "stop strings need a tokenizer, and this engine has none")
-        return check_request(prompt_token_ids, params, self.config, self._vocab_size, self.eos_token_ids)
+        self.check_ids("prompt_token_ids", prompt_token_ids)
+        return check_request(len(prompt_token_ids), params, self.config, self._vocab_size, self.eos_token_ids)
+
+    def check_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequestError unless there are ids and the model knows them all."""
+        check_token_ids(field, token_ids, self._vocab_size, self._refused_ids)
 
     def add_request(
         self,

@@ -1,0 +1,250 @@
+"""`LLM`: the offline entry point. Loads a model, answers batches of prompts."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from deepinfer.cache import Cache
+from deepinfer.codec.tokenizer import Tokenizer
+from deepinfer.config import blocks_for
+from deepinfer.engine.errors import InvalidRequestError
+from deepinfer.engine.loop import Engine
+from deepinfer.engine.outputs import RequestOutput, SequenceDelta
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.settings import Settings, resolve_settings
+from deepinfer.engine.sizing import block_bytes, fit, memory_for_blocks
+from deepinfer.kernels.device import free_memory
+from deepinfer.model import Chunk, load_model
+from deepinfer.model.hub import resolve_model
+
+
+class LLM:
+    """A loaded model that answers prompts.
+
+    model: a local Hugging Face directory, a hub id, or "nano"; None = DEEPINFER_HF_MODEL_DIR, else "nano".
+    device: auto, cpu, cuda. dtype: auto, float32 (weights widened, nothing rounded), bfloat16 (the release's numerics).
+    max_model_len: longest prompt + output in tokens; None = as long as model and memory allow.
+    max_num_seqs: sequences under way at once. max_num_batched_tokens: tokens computed per step.
+    gpu_memory_utilization: share of a GPU's memory for weights and cache together. num_blocks: cache blocks of 128
+    tokens; None = what fits. seed: seed of the seeds that requests without seq_seed get, so that a script repeats
+    itself; None = random ones. verbose: print the effective settings and the loading progress to stderr.
+
+    ep, dp, cp, nextn, enable_prefix_caching and batch_invariant are part of the interface; what of it works is decided
+    in engine/settings.py, and anything that cannot be had is refused with a reason or stated in the printed settings.
+    Raises ValueError naming the argument, the field of config.json, or the file.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.85,
+        ep: int = 1,
+        dp: int | None = None,
+        cp: int = 1,
+        nextn: int | None = None,
+        enable_prefix_caching: bool = True,
+        batch_invariant: bool | None = None,
+        seed: int | None = 0,
+        num_blocks: int | None = None,
+        verbose: bool = True,
+    ) -> None:
+        chosen = resolve_settings(
+            device=device,
+            dtype=dtype,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            ep=ep,
+            dp=dp,
+            cp=cp,
+            nextn=nextn,
+            enable_prefix_caching=enable_prefix_caching,
+            batch_invariant=batch_invariant,
+        )
+        self.path = resolve_model(None if model is None else str(model))
+        self.tokenizer = Tokenizer.from_directory(self.path)
+        self.model = load_model(self.path, device=str(chosen.device), dtype=chosen.dtype, progress=verbose)
+        self.config = self.model.config
+        if self.tokenizer.vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"{self.path}: tokenizer.json has {self.tokenizer.vocab_size} ids and config.json's vocab_size is "
+                f"{self.config.vocab_size}; the files belong to different models"
+            )
+        free, total = free_memory(chosen.device)
+        self.engine_config = fit(
+            context=self.config.max_position_embeddings,
+            max_model_len=max_model_len,
+            max_num_seqs=chosen.max_num_seqs,
+            max_num_batched_tokens=chosen.max_num_batched_tokens,
+            bytes_per_block=block_bytes(self.config, getattr(torch, chosen.dtype)),
+            memory=memory_for_blocks(free, total, chosen.device.type, gpu_memory_utilization),
+            num_blocks=num_blocks,
+            seed=seed,
+        )
+        cache = Cache.for_model(
+            self.model, max_num_seqs=self.engine_config.max_num_seqs, num_blocks=self.engine_config.num_blocks
+        )
+        self.engine = Engine(
+            self.model,
+            cache,
+            self.engine_config,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=(self.config.eos_token_id,),
+            refused_ids={self.config.image_token_id: "stands for a picture, and pictures are not built yet"},
+            detokenizer=self.tokenizer.text_stream,
+        )
+        self.settings: Settings = chosen
+        self._ids = count()
+        if verbose:
+            print(chosen.describe(self.path, self.engine_config), file=sys.stderr)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+        add_bos: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; outputs in the order of the prompts.
+
+        Give prompts (text) or prompt_token_ids (used as they are), not both. Prompt text is trusted: spellings of
+        control tokens in it become control tokens. add_bos puts the begin token in front, unless the text starts with
+        its spelling. sampling_params: one for all, or one per prompt.
+
+        Everything is checked before anything starts: an error (InvalidRequestError) names the prompt's index and the
+        field, and none of the others has run. If a step fails or the call is interrupted, all blocks are freed.
+        """
+        work = self._checked(prompts, sampling_params, prompt_token_ids, add_bos)
+        request_ids = [str(next(self._ids)) for _ in work]
+        for request_id, (text, ids, params) in zip(request_ids, work, strict=True):
+            self.engine.add_request(request_id, ids, params, prompt=text)
+        try:
+            self._run(len(request_ids), use_tqdm)
+        finally:
+            for request_id in request_ids:
+                self.engine.abort(request_id)  # does nothing to those that have finished
+            outputs = [self.engine.pop_output(request_id) for request_id in request_ids]
+        return outputs
+
+    def stream(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, add_bos: bool = True
+    ) -> Iterator[SequenceDelta]:
+        """Completes one prompt (text or token ids) and yields what each step adds. Leaving the loop early aborts it."""
+        if isinstance(prompt, str):
+            work = self._checked(prompt, sampling_params, None, add_bos)
+        else:
+            work = self._checked(None, sampling_params, [list(prompt)], add_bos)
+        ((text, ids, params),) = work
+        return self._stream(text, ids, params)
+
+    def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[SequenceDelta]:
+        request_id = str(next(self._ids))
+        self.engine.add_request(request_id, ids, params, prompt=text)
+        try:
+            while self.engine.has_unfinished:
+                yield from (delta for delta in self.engine.step() if delta.request_id == request_id)
+        finally:
+            self.engine.abort(request_id)
+            self.engine.pop_output(request_id)
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits at every position of a sequence, float32 [n, vocab], on the CPU: row i predicts token i + 1.
+
+        An exact full forward pass in chunks of max_num_batched_tokens, in a cache of its own. Raises
+        InvalidRequestError for an empty sequence, an id out of range, or more than the model's positions.
+        """
+        ids = list(token_ids)
+        if len(ids) > self.config.max_position_embeddings:
+            raise InvalidRequestError(
+                "token_ids", f"{len(ids)} tokens are more than the model's {self.config.max_position_embeddings}"
+            )
+        self.engine.check_ids("token_ids", ids)
+        cache = Cache.for_model(self.model, max_num_seqs=1, num_blocks=blocks_for(len(ids)))
+        slot = cache.open()
+        cache.reserve(slot, len(ids))
+        step = self.engine_config.max_num_batched_tokens
+        parts = []
+        for start in range(0, len(ids), step):
+            piece = ids[start : start + step]
+            parts.append(self.model.forward([Chunk(slot, start, piece, len(piece))], cache).cpu())
+        cache.close(slot)
+        return torch.cat(parts)
+
+    def _run(self, num_requests: int, use_tqdm: bool) -> None:
+        """Steps until nothing is left, with a bar over requests."""
+        bar = tqdm(total=num_requests, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
+        tokens = 0
+        with bar:
+            while self.engine.has_unfinished:
+                before = self.engine.num_unfinished
+                tokens += sum(len(delta.token_ids) for delta in self.engine.step())
+                bar.update(before - self.engine.num_unfinished)
+                bar.set_postfix(tokens=tokens, refresh=False)
+
+    def _checked(
+        self,
+        prompts: str | Sequence[str] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        add_bos: bool,
+    ) -> list[tuple[str | None, list[int], SamplingParams]]:
+        """(text, ids, parameters) of every prompt, all checked."""
+        entries = _prompt_list(prompts, prompt_token_ids)
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(entries)
+        if len(sampling_params) != len(entries):
+            raise InvalidRequestError(
+                "sampling_params",
+                f"{len(sampling_params)} given for {len(entries)} prompts; give one, or one per prompt",
+            )
+        work: list[tuple[str | None, list[int], SamplingParams]] = []
+        for index, (entry, params) in enumerate(zip(entries, sampling_params, strict=True)):
+            try:
+                if not isinstance(params, SamplingParams):
+                    raise InvalidRequestError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
+                text, ids = self._encoded(entry, add_bos)
+                self.engine.check(ids, params)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}, {error.field}", error.message) from None
+            work.append((text, ids, params))
+        return work
+
+    def _encoded(self, entry: object, add_bos: bool) -> tuple[str | None, list[int]]:
+        if isinstance(entry, str):
+            if not entry:
+                raise InvalidRequestError("prompt", "is empty; give at least one character")
+            return entry, self.tokenizer.encode_prompt(entry, add_bos)
+        if isinstance(entry, Sequence) and not isinstance(entry, bytes):
+            return None, list(entry)
+        raise InvalidRequestError("prompt", f"must be a text or a list of token ids, got {type(entry).__name__}")
+
+
+def _prompt_list(prompts: object, prompt_token_ids: object) -> list:
+    """One entry per prompt: text or ids."""
+    if (prompts is None) == (prompt_token_ids is None):
+        raise InvalidRequestError("prompts", "give either prompts or prompt_token_ids")
+    name, given = ("prompts", prompts) if prompts is not None else ("prompt_token_ids", prompt_token_ids)
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, Sequence):
+        raise InvalidRequestError(name, f"must be a list, got {type(given).__name__}")
+    if not given:
+        raise InvalidRequestError(name, "is empty; give at least one prompt")
+    if all(isinstance(entry, int) for entry in given):
+        return [given]  # one list of ids
+    return list(given)
