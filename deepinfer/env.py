@@ -32,8 +32,8 @@ class Variable:
 
 @dataclass(frozen=True)
 class Environment:
-    """Parsed values, one field per variable, and `unknown`: DEEPINFER_* names that are set but mean nothing "
-    "(misspelt?)."""
+    """Parsed values, one field per variable, and `unknown`: DEEPINFER_* names that are set but mean nothing
+    (misspelt?)."""
 
     accelerator: str
     hf_model_dir: str | None
@@ -96,22 +96,22 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DEEPINFER_USE_NEXTN_DECODE", "nextn_decode", "integer >= 0", _count(0), 5,
         "Tokens drafted per step by DSpark; 0 = no drafting. A checkpoint without draft stages drafts nothing.",
-        " ""speculation",
+        "speculation",
     ),
     Variable(
         "DEEPINFER_ENABLE_MTP_VARLEN", "mtp_varlen", "0, 1", _switch, True,
         "Verify only the drafts that the confidence head expects to pay off. Reproducible sampling needs 0.",
-        " ""speculation",
+        "speculation",
     ),
     Variable(
         "DEEPINFER_BATCH_INVARIANT", "batch_invariant", "0, 1", _switch, False,
         "Use only kernels whose result does not depend on the other rows of a batch.", "kernels/select.py",
     ),
     Variable(
-        "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "yoco_truncation_mode", "compact, off", _choice("compact",
-        " ""off"), "off",
+        "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "yoco_truncation_mode", "compact, off",
+        _choice("compact", "off"), "off",
         "`compact` runs the decoder half of the model on the last tokens of a prompt only. Faster, not exact.",
-        " ""engine",
+        "engine",
     ),
     Variable(
         "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "yoco_keep_tokens", "integer >= 134", _count(134), 140,
@@ -132,7 +132,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "PROFILE", "profile", "0, 1", _switch, False,
         "Record a profiler trace of two prefill and three decode steps. Never derive a rate from such a run.",
-        " ""metrics",
+        "metrics",
     ),
     Variable(
         "WORLD_SIZE", "world_size", "integer >= 1", _count(1), 1,

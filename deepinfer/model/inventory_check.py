@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from deepinfer.model.safetensors_header import CheckpointError, StoredTensor, read_header
-from deepinfer.model.tensors import Group, TensorSpec
+from deepinfer.model.tensors import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SHOWN = 20  # names listed per kind of problem; the count is always complete
 
 
-def locate(directory: Path, specs: Mapping[str, TensorSpec], groups: Collection[Group]) -> dict[str, StoredTensor]:
+def locate(directory: Path, specs: Mapping[str, TensorSpec], groups: Collection[str]) -> dict[str, StoredTensor]:
     """Where each tensor of `specs` stands, after checking the whole inventory.
 
     groups: the parts that must be complete; tensors of other groups may be absent, also with their whole shard.
@@ -85,7 +85,7 @@ def _from_files(directory: Path, names: Iterable[str], problems: list[str]) -> d
 
 
 def _from_index(
-    directory: Path, specs: Mapping[str, TensorSpec], groups: Collection[Group], problems: list[str]
+    directory: Path, specs: Mapping[str, TensorSpec], groups: Collection[str], problems: list[str]
 ) -> dict[str, StoredTensor]:
     """Tensors of all shards that the index names. A shard that holds nothing required may be absent."""
     try:

@@ -58,10 +58,10 @@ def tiny() -> ModelConfig:
         hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6,
         engram_layer_ids=(1, 3), engram_num_embeddings=(660, 864), engram_max_ngram_size=4,
         engram_vocab_size=101, engram_n_heads=2, engram_head_dim=64, engram_pad_token_id=2,
-        engram_compressed_vocab_size=400,  # the writer replaces it by the count of its tokenizer
-        num_nextn_predict_layers=3, dspark_block_size=5, dspark_noise_token_id=511, dspark_target_layer_ids=(5, 6, 7),
+        engram_compressed_vocab_size=400,
+        num_nextn_predict_layers=3, dspark_block_size=5, dspark_noise_token_id=489, dspark_target_layer_ids=(5, 6, 7),
         dspark_markov_rank=32, dspark_n_routed_experts=8, dspark_num_experts_per_tok=2,
-        bos_token_id=0, eos_token_id=1, pad_token_id=2, image_token_id=510,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, image_token_id=502,
         vision=VisionConfig(2, 64, 2, 96, 4, 10000.0, 3, 64, 64, None),
     )  # fmt: skip
 

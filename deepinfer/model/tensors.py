@@ -19,6 +19,7 @@ Kind = Literal[
     "engram_table", "draft_head", "vision",
 ]  # fmt: skip
 Group = Literal["text", "draft", "vision"]
+GROUPS: tuple[Group, ...] = ("text", "draft", "vision")
 
 # Bytes per element of the safetensors types that the format uses.
 DTYPE_BYTES: dict[str, int] = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}

@@ -19,7 +19,7 @@ from deepinfer.model.engram_table import EngramTable
 from deepinfer.model.finite import check_finite
 from deepinfer.model.inventory_check import locate
 from deepinfer.model.safetensors_header import CheckpointError, StoredTensor
-from deepinfer.model.tensors import Group, TensorSpec, tensor_specs
+from deepinfer.model.tensors import GROUPS, TensorSpec, tensor_specs
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -47,8 +47,10 @@ class CheckpointReader:
         path: str | Path,
         config: ModelConfig | None = None,
         *,
-        groups: Collection[Group] = ("text", "draft", "vision"),
+        groups: Collection[str] = GROUPS,
     ):
+        if unknown := set(groups) - set(GROUPS):
+            raise ValueError(f"groups holds {sorted(unknown)}; choose from {', '.join(GROUPS)}")
         self.path = Path(path)
         self.config = ModelConfig.from_dir(self.path) if config is None else config
         self._specs = tensor_specs(self.config)
