@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from deepinfer.cache import Cache
@@ -138,6 +139,7 @@ class Engine:
         """Hands a finished request over; KeyError if it has not finished or was handed over before."""
         return self._finished.pop(request_id)
 
+    @torch.inference_mode()
     def step(self) -> list[SequenceDelta]:
         """Runs one step and says what it added. If it fails, everything under way is ended with reason "abort", all
         slots and blocks are free again, and EngineStepError is raised with the cause chained."""

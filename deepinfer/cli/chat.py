@@ -1,0 +1,90 @@
+"""`deepinfer chat`: talk with the model in the terminal, streamed."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from deepinfer.cli import options
+
+HELP = "/reset forgets the conversation, /think on|off switches the reasoning, /exit (or Ctrl-D) leaves."
+
+
+def chat(
+    model: options.Model = None,
+    system: Annotated[str | None, typer.Option(help="System message that leads the conversation.")] = None,
+    thinking: Annotated[
+        bool, typer.Option("--thinking/--no-thinking", help="Let the model reason before it answers.")
+    ] = False,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.6,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    max_model_len: options.MaxModelLen = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No settings on stderr.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Reads lines, streams answers."""
+    from deepinfer.codec.chat_template import Message, render
+    from deepinfer.engine.errors import InvalidRequestError
+    from deepinfer.engine.sampling_params import SamplingParams
+    from deepinfer.llm import LLM
+
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_tokens=max_tokens, seq_seed=seed
+    )
+    llm = LLM(
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        verbose=not quiet,
+    )
+    start = [Message("system", system)] if system else []
+    messages = list(start)
+    render([*messages, Message("user", "")], llm.tokenizer, thinking)  # a tokenizer without roles fails here, not later
+    print(HELP, file=sys.stderr)
+    while (line := _read()) is not None:
+        command, _, argument = line.strip().partition(" ")
+        if command == "/exit":
+            break
+        if command == "/reset":
+            messages = list(start)
+            continue
+        if command == "/think" and argument in ("on", "off"):
+            thinking = argument == "on"
+            continue
+        if command.startswith("/"):
+            print(HELP, file=sys.stderr)
+            continue
+        if not command:
+            continue
+        messages.append(Message("user", line))
+        answer = ""
+        try:
+            for delta in llm.stream(render(messages, llm.tokenizer, thinking), params):
+                answer += delta.text
+                print(delta.text, end="", flush=True)
+        except InvalidRequestError as error:  # the conversation outgrew the context
+            messages.pop()
+            print(f"error: {error}; /reset starts anew", file=sys.stderr)
+            continue
+        except KeyboardInterrupt:
+            pass  # stop this answer, keep what it said
+        print()
+        reasoning, closed, content = answer.partition("</think>")
+        messages.append(Message("assistant", content if thinking and closed else "" if thinking else reasoning))
+
+
+def _read() -> str | None:
+    try:
+        return input("> ")
+    except (EOFError, KeyboardInterrupt):
+        return None

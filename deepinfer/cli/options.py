@@ -1,0 +1,72 @@
+"""Flags that several subcommands share. The underscore spellings of all of them work too (cli/__init__.py)."""
+
+from typing import Annotated
+
+import typer
+
+ENGINE = "Engine"
+SAMPLING = "Sampling"
+STOPPING = "Stopping"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "--model-name",
+        help="Directory in the Hugging Face layout, hub id, or nano. Default: DEEPINFER_HF_MODEL_DIR, or nano.",
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.", rich_help_panel=ENGINE)]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="float32: exact. bfloat16: the release's own rounding. auto: float32 on a CPU, else bfloat16.",
+        rich_help_panel=ENGINE,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(help="Longest prompt plus output in tokens; default: what the model and memory allow.",
+                 rich_help_panel=ENGINE),
+]  # fmt: skip
+MaxNumSeqs = Annotated[
+    int, typer.Option(help="Sequences computed at once; more need more cache.", rich_help_panel=ENGINE)
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(help="Tokens computed per step; longer prompts are cut into chunks of this size.",
+                 rich_help_panel=ENGINE),
+]  # fmt: skip
+GpuMemoryUtilization = Annotated[
+    float, typer.Option(help="Share of a GPU's memory for weights and cache together.", rich_help_panel=ENGINE)
+]
+Ep = Annotated[int, typer.Option(help="Ranks that share the experts; only 1 is built.", rich_help_panel=ENGINE)]
+Dp = Annotated[int | None, typer.Option(help="Data-parallel ranks; only 1 is built.", rich_help_panel=ENGINE)]
+Cp = Annotated[int, typer.Option(help="Ranks that split a long prompt; only 1 is built.", rich_help_panel=ENGINE)]
+DisableEplb = Annotated[
+    bool,
+    typer.Option("--disable-eplb", help="No re-balancing of experts; with one rank there is none anyway.",
+                 rich_help_panel=ENGINE),
+]  # fmt: skip
+Temperature = Annotated[
+    float,
+    typer.Option(help="0 takes the most likely token; higher values spread the choice.", rich_help_panel=SAMPLING),
+]
+TopK = Annotated[int, typer.Option(help="Choose among the k most likely tokens; 0 = all.", rich_help_panel=SAMPLING)]
+TopP = Annotated[
+    float,
+    typer.Option(help="Choose among the fewest tokens whose probabilities sum to this; 1 = all.",
+                 rich_help_panel=SAMPLING),
+]  # fmt: skip
+MinP = Annotated[
+    float,
+    typer.Option(help="Drop tokens less likely than this fraction of the most likely one; 0 = none.",
+                 rich_help_panel=SAMPLING),
+]  # fmt: skip
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", "--seq-seed", help="Seed of every prompt's random stream; the same seed repeats its tokens.",
+                 rich_help_panel=SAMPLING),
+]  # fmt: skip
+MaxTokens = Annotated[int, typer.Option(help="Longest output in tokens.", rich_help_panel=STOPPING)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
