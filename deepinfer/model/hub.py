@@ -9,6 +9,7 @@ from deepinfer.env import read_environment
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models"  # repository root / models
 DEFAULT_MODEL = "nano"
+DESCRIPTION_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json"]
 HUB_FILES = ["*.json", "*.safetensors"]  # what this engine reads; no code, no pickled weights
 
 
@@ -16,7 +17,9 @@ class ModelNotFoundError(ValueError):
     """A model name that leads to no usable directory. The message says what to try."""
 
 
-def resolve_model(name: str | None = None, *, default_dir: str | Path | None = None) -> Path:
+def resolve_model(
+    name: str | None = None, *, default_dir: str | Path | None = None, describe_only: bool = False
+) -> Path:
     """The directory of a model.
 
     name: "nano" (bundled; a local directory of that name is `./nano`), a local directory, or a hub id `owner/name`.
@@ -42,16 +45,17 @@ def resolve_model(name: str | None = None, *, default_dir: str | Path | None = N
                 f"the bundled model is missing at {bundled}; clone the repository with its models/ folder, set "
                 "DEEPINFER_HF_MODEL_DIR, or write a random one with `deepinfer make-checkpoint DIR --preset tiny`"
             )
-        return check_directory(bundled, DEFAULT_MODEL)
+        return check_directory(bundled, DEFAULT_MODEL, tokenizer=not describe_only)
     path = Path(name).expanduser()
     if path.exists():
-        return check_directory(path, f"{name}{origin}")
+        return check_directory(path, f"{name}{origin}", tokenizer=not describe_only)
     if origin or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(
             f"{name}{origin}: no such directory, and no hub id of the form `owner/name`; "
             "give `nano`, an existing directory, or a hub id"
         )
-    return check_directory(_from_hub(name), name)
+    files = DESCRIPTION_FILES if describe_only else HUB_FILES
+    return check_directory(_from_hub(name, files), name, tokenizer=not describe_only)
 
 
 def check_directory(path: Path, shown: str, *, tokenizer: bool = True) -> Path:
@@ -74,13 +78,13 @@ def check_directory(path: Path, shown: str, *, tokenizer: bool = True) -> Path:
     return path
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, files: list[str]) -> Path:
     """The snapshot directory of a hub id: local cache first, then the network unless HF_HUB_OFFLINE forbids it."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=files))
     except HFValidationError as error:
         raise ModelNotFoundError(f"{name} is neither a directory nor a hub id: {error}") from None
     except LocalEntryNotFoundError:

@@ -70,10 +70,17 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny, "flash": flash}
 
 
 def preset(
-    name: str, *, layers: int | None = None, experts: int | None = None, drafts: bool = False, vision: bool = False
+    name: str,
+    *,
+    layers: int | None = None,
+    experts: int | None = None,
+    drafts: bool = False,
+    vision: bool = False,
+    engram_vocab_size: int | None = None,
 ) -> ModelConfig:
     """A preset, cut to `layers` layers and `experts` routed experts. Drafts and vision are left out unless asked for.
 
+    engram_vocab_size: another start of the prime search, hence other table sizes (24 columns of about that many rows).
     Raises ConfigError for an unknown name or a cut that leaves no valid model.
     """
     if name not in PRESETS:
@@ -87,10 +94,22 @@ def preset(
                 "preset", [f"experts = {experts} must be in {wanted} (num_experts_per_tok..n_routed_experts)"]
             )
         changes["n_routed_experts"] = experts
+        changes["dspark_n_routed_experts"] = max(
+            config.dspark_num_experts_per_tok, min(experts, config.dspark_n_routed_experts)
+        )
     if not vision:
         changes["vision"] = None
+    if engram_vocab_size is not None:
+        changes |= {"engram_vocab_size": engram_vocab_size, "engram_num_embeddings": _rows(config, engram_vocab_size)}
     config = dataclasses.replace(config, **changes)
     return cut_layers(config, config.num_hidden_layers if layers is None else layers, drafts=drafts)
+
+
+def _rows(config: ModelConfig, start: int, tables: int | None = None) -> tuple[int, ...]:
+    """Rows of the first `tables` Engram tables (default all): the sums of their primes."""
+    tables = len(config.engram_layer_ids) if tables is None else tables
+    primes = engram_primes(tables, config.engram_num_orders, config.engram_n_heads, start)
+    return tuple(sum(map(sum, orders)) for orders in primes)
 
 
 def cut_layers(config: ModelConfig, layers: int, *, drafts: bool) -> ModelConfig:
@@ -116,8 +135,7 @@ def cut_layers(config: ModelConfig, layers: int, *, drafts: bool) -> ModelConfig
     if config.candidate_source_layer_id >= layers:
         changes |= {"candidate_source_layer_id": -1, "candidate_topk_blocks": 0, "candidate_block_size": 0}
     kept = len(changes["engram_layer_ids"])
-    primes = engram_primes(kept, config.engram_num_orders, config.engram_n_heads, config.engram_vocab_size)
-    changes["engram_num_embeddings"] = tuple(sum(map(sum, orders)) for orders in primes)
+    changes["engram_num_embeddings"] = _rows(config, config.engram_vocab_size, kept)
     if not kept:
         changes |= {f.name: f.default for f in dataclasses.fields(config) if f.name.startswith("engram_")}
     stages = config.num_drafts if drafts else 0
