@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from deepinfer.cli.user_errors import user_errors
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.footprint import Fit, Line, fits, kv_lines, module_sizes, sequence_lines, total
 from deepinfer.model.hub import resolve_model
@@ -50,8 +49,7 @@ def inspect(
         counts = []
     if not counts or min(counts) < 1:
         raise typer.BadParameter(f"{devices!r}: give positive integers separated by commas, as 1,2,4,8")
-    with user_errors():
-        report = describe(model, int(device_memory_gib * gpu_memory_utilization * GIB), counts)
+    report = describe(model, int(device_memory_gib * gpu_memory_utilization * GIB), counts)
     report["device_memory_gib"], report["gpu_memory_utilization"] = device_memory_gib, gpu_memory_utilization
     typer.echo(json.dumps(report, indent=1) if json_output else render(report))
 
@@ -133,7 +131,8 @@ def _fit_row(fit: Fit) -> list[str]:
     if fit.kv_bytes < 0:
         left, tokens = f"{_size(-fit.kv_bytes)} short", "does not fit"
     else:
-        left, tokens = _size(fit.kv_bytes), f"{fit.tokens:,}"
+        left = _size(fit.kv_bytes)
+        tokens = "no limit" if fit.tokens is None else f"{fit.tokens:,}"
     sizes = [_size(n) for n in (fit.expert_bytes, fit.replicated_bytes, fit.table_bytes)]
     return [str(fit.devices), fit.tables, *sizes, left, tokens, _size(fit.host_bytes)]
 

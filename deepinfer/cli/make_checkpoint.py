@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from deepinfer.cli.user_errors import user_errors
 from deepinfer.model.presets import preset as named_preset
 from deepinfer.model.random_checkpoint import GIB, write_random_checkpoint
 
@@ -51,11 +50,10 @@ def make_checkpoint(
     """
     if engram_vocab_size is None and preset == "flash":
         engram_vocab_size = SMALL_ENGRAM
-    with user_errors():
-        config = named_preset(
-            preset, layers=layers, experts=experts, drafts=drafts, vision=vision, engram_vocab_size=engram_vocab_size
-        )
-        size = write_random_checkpoint(out, config, seed=seed, shard_bytes=int(shard_gib * GIB), progress=not quiet)
+    config = named_preset(
+        preset, layers=layers, experts=experts, drafts=drafts, vision=vision, engram_vocab_size=engram_vocab_size
+    )
+    size = write_random_checkpoint(out, config, seed=seed, shard_bytes=int(shard_gib * GIB), progress=not quiet)
     rows = [f"layer {n}: {r:,}" for n, r in zip(config.engram_layer_ids, config.engram_num_embeddings, strict=True)]
     typer.echo(f"{out}: {preset}, {config.num_hidden_layers} layers, {size:,} bytes of weights, seed {seed}")
     typer.echo(f"Engram table rows: {', '.join(rows) or 'no Engram layer'}")

@@ -44,7 +44,7 @@ class Fit:
     replicated_bytes: int  # everything else, on every device
     table_bytes: int  # the tables' share; 0 with the tables in host memory
     kv_bytes: int  # left for the cache; negative = short by that much
-    tokens: int  # tokens of context that fit, over all devices
+    tokens: int | None  # tokens of context that fit, over all devices; None = no layer keeps any, so no limit
     host_bytes: int  # host memory for the tables, in all
 
 
@@ -138,6 +138,6 @@ def fits(config: ModelConfig, device_bytes: int, devices: Iterable[int]) -> list
         for place in ("host", "device") if tables else ("host",):
             share = -(-tables // n) if place == "device" else 0
             left = device_bytes - experts - replicated - share
-            tokens = int(left // per_token) * n if left > 0 and per_token else 0
+            tokens = int(max(left, 0) // per_token) * n if per_token else None
             result.append(Fit(n, place, experts, replicated, share, left, tokens, tables if place == "host" else 0))
     return result
