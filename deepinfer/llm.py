@@ -111,7 +111,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | None = None,
+        prompts: str | Sequence[str | Sequence[int]] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
@@ -196,7 +196,7 @@ class LLM:
 
     def _checked(
         self,
-        prompts: str | Sequence[str] | None,
+        prompts: str | Sequence[str | Sequence[int]] | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         add_bos: bool,

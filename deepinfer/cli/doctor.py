@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib import import_module, metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
@@ -54,7 +54,7 @@ def examine() -> Iterator[Finding]:
     yield from _model()
 
 
-def _cuda(torch) -> Iterator[Finding]:  # type: ignore[no-untyped-def]
+def _cuda(torch: Any) -> Iterator[Finding]:
     if not torch.cuda.is_available():
         why = (
             "this torch was built without CUDA" if torch.version.cuda is None else "no device is visible to the driver"

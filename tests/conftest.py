@@ -1,0 +1,66 @@
+"""Fixtures that every folder of tests may use: a tiny random V4.1 checkpoint, an LLM on it, and cache integrity."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # `golden` and other helpers that stand beside this file
+
+if TYPE_CHECKING:
+    from deepinfer import LLM
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        import torch
+
+        torch.set_num_threads(1)  # workers share the cores; more threads than cores make every one of them slow
+
+
+@pytest.fixture(autouse=True)
+def caches_stay_whole() -> Iterator[None]:
+    """After every test, every cache that is still alive accounts for all its blocks and slots."""
+    yield
+    module = sys.modules.get("deepinfer.cache.cache")
+    if module is not None:
+        for cache in list(module.live_caches):
+            cache.check_integrity()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint in the official layout: 8 layers with every role, vocabulary 512, window 16."""
+    from deepinfer.model.presets import preset
+    from deepinfer.model.random_checkpoint import write_random_checkpoint
+
+    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    write_random_checkpoint(directory, preset("tiny"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def session_llm(tiny_checkpoint: Path) -> LLM:
+    from deepinfer import LLM
+
+    return LLM(tiny_checkpoint, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128, verbose=False)
+
+
+@pytest.fixture
+def llm(session_llm: LLM) -> Iterator[LLM]:
+    """The tiny model behind the public interface; a test must leave it empty."""
+    yield session_llm
+    assert not session_llm.engine.has_unfinished
+    assert_all_free(session_llm.engine.cache)
+
+
+def assert_all_free(cache) -> None:  # type: ignore[no-untyped-def]
+    """Nothing is in use: every block and every slot came back."""
+    cache.check_integrity()
+    assert cache.num_free_blocks == cache.num_blocks
+    assert cache.num_free_slots == cache.max_num_seqs
