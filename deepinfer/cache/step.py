@@ -1,0 +1,178 @@
+"""What one step sees of the cache: every index that the layers need, worked out once, and the reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepinfer.cache.blocks import BLOCK_TOKENS
+from deepinfer.model.batch import Batch
+
+if TYPE_CHECKING:
+    from deepinfer.cache.cache import Cache
+
+SEGMENT_ROWS = 512  # index scores are made for at most this many rows of a chunk: 512 x 8,192 entries x 4 bytes = 16 MB
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows whose index keys are scored together: one row of every decoding sequence, or a piece of one chunk.
+
+    rows: int64 [B, T] row numbers. key_rows: int64 [B, M] pool rows of entries 0 .. M - 1 of each sequence. visible:
+    int64 [B, T] entries that each row may see, (position + 1) // ratio.
+    """
+
+    rows: Tensor
+    key_rows: Tensor
+    visible: Tensor
+
+
+class StepView:
+    """Reads and writes of one step. Made by `Cache.begin`, used by the layers in order, then committed."""
+
+    def __init__(self, cache: Cache, batch: Batch) -> None:
+        self.batch = batch
+        self._cache = cache
+        self._num_rows = batch.token_ids.numel()
+        longest = int((batch.starts + batch.lengths).max())
+        self._tables = cache.tables[:, : -(-longest // BLOCK_TOKENS)]
+        self.window_indices = self._plan_window_reads()
+        self._ring_rows, self._ring_targets = self._plan_window_commit()
+        self._closing, self._partners = self._plan_pairs()
+        self._segments: dict[int, list[Segment]] = {}
+        self._targets: dict[int, Tensor] = {}
+
+    def commit(self) -> None:
+        """All layers have run: the step's tokens count as written."""
+        self._cache.advance(self.batch)
+
+    # -- window ---------------------------------------------------------------------------------------------------
+
+    def _plan_window_reads(self) -> Tensor:
+        """Rows of positions max(0, p - W + 1) .. p, oldest first, then -1: int64 [N, W]."""
+        batch, rings = self.batch, self._cache.windows
+        positions = batch.positions.unsqueeze(1)
+        wanted = (positions - rings.size + 1).clamp_min(0) + torch.arange(rings.size, device=positions.device)
+        row = torch.arange(self._num_rows, device=positions.device).unsqueeze(1)
+        staged = rings.staging + row - (positions - wanted)
+        ring = batch.slots.unsqueeze(1) * rings.size + wanted % rings.size
+        indices = torch.where(wanted >= batch.starts[batch.chunk_of].unsqueeze(1), staged, ring)
+        return torch.where(wanted <= positions, indices, -1)
+
+    def _plan_window_commit(self) -> tuple[Tensor, Tensor]:
+        batch, size = self.batch, self._cache.windows.size
+        ends = (batch.starts + batch.lengths)[batch.chunk_of]
+        rows = (batch.positions >= ends - size).nonzero().squeeze(1)  # the last W rows of each chunk
+        return rows, batch.slots[rows] * size + batch.positions[rows] % size
+
+    def stage_window(self, layer: int, kv: Tensor) -> Tensor:
+        """Show this step's window entries [N, D] of a layer to its attention -> the pool of window_indices."""
+        return self._cache.windows.stage(layer, kv)
+
+    def commit_window(self, layer: int) -> None:
+        """After the layer's attention: the staged rows take their places in the rings."""
+        rings = self._cache.windows
+        pool = rings.pools[layer]
+        pool[self._ring_targets] = pool[rings.staging + self._ring_rows]
+
+    # -- compressed entries ---------------------------------------------------------------------------------------
+
+    def _plan_pairs(self) -> tuple[Tensor, Tensor]:
+        """Ratio 2: rows that close a group (odd positions) and where the group's first token stands: a row of this
+        step, or N + slot for the open row of the cache."""
+        batch = self.batch
+        closing = (batch.positions % 2 == 1).nonzero().squeeze(1)
+        in_chunk = batch.positions[closing] > batch.starts[batch.chunk_of[closing]]
+        return closing, torch.where(in_chunk, closing - 1, self._num_rows + batch.slots[closing])
+
+    def close_pairs(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Ratio-2 source: rows float32 [N, 2, D] (value, gate) of this step -> first and second token of every group
+        that closes, [G, 2, D] each. A token left without its partner becomes the open row."""
+        open_rows = self._cache.open_rows.rows[layer]
+        first = torch.cat((rows, open_rows))[self._partners]
+        batch = self.batch
+        last = batch.first_rows + batch.lengths - 1
+        pending = batch.positions[last] % 2 == 0
+        open_rows[batch.chunk_slots[pending]] = rows[last[pending]]
+        return first, rows[self._closing]
+
+    def closing_rows(self, layer: int) -> Tensor:
+        """Rows of this step whose token completes an entry of the source, int64 [G]."""
+        if self._cache.records[layer].ratio == 1:
+            return torch.arange(self._num_rows, device=self._closing.device)
+        return self._closing
+
+    def entry_positions(self, layer: int) -> Tensor:
+        """RoPE positions of the entries that this step completes: the first token of each group, int64 [G]."""
+        ratio = self._cache.records[layer].ratio
+        return self.batch.positions[self.closing_rows(layer)] // ratio * ratio
+
+    def write_entries(self, layer: int, kv: Tensor, keys: Tensor) -> None:
+        """Store the entries completed by this step: kv [G, head_dim], keys [G, index_head_dim]."""
+        records = self._cache.records[layer]
+        rows = self.closing_rows(layer)
+        entries = self.batch.positions[rows] // records.ratio
+        targets = records.rows(self._tables[self.batch.slots[rows]], entries.unsqueeze(1)).squeeze(1)
+        records.kv[targets] = kv
+        records.keys[targets] = keys
+
+    def kv_pool(self, layer: int) -> Tensor:
+        """Compressed records of a source, [rows, head_dim]."""
+        return self._cache.records[layer].kv
+
+    def visible(self, layer: int) -> Tensor:
+        """Entries of a source that each row may see, (p + 1) // ratio, int64 [N]."""
+        return (self.batch.positions + 1) // self._cache.records[layer].ratio
+
+    def entry_rows(self, layer: int, entries: Tensor) -> Tensor:
+        """Entries int64 [N, K] of each row's own sequence (-1 = none) -> rows of kv_pool, int64 [N, K]."""
+        return self._cache.records[layer].rows(self._tables[self.batch.slots], entries)
+
+    def segments(self, layer: int) -> Iterator[tuple[Segment, Tensor]]:
+        """The step's rows in pieces that share keys, with the keys [B, M, index_head_dim] of a source."""
+        records = self._cache.records[layer]
+        if records.ratio not in self._segments:
+            self._segments[records.ratio] = list(self._plan_segments(records.ratio, records.per_block))
+        for segment in self._segments[records.ratio]:
+            yield segment, records.keys[segment.key_rows]
+
+    def _plan_segments(self, ratio: int, per_block: int) -> Iterator[Segment]:
+        batch = self.batch
+        visible = (batch.positions + 1) // ratio
+        single = (batch.lengths == 1).nonzero().squeeze(1)
+        if single.numel():
+            rows = batch.first_rows[single].unsqueeze(1)
+            yield self._segment(rows, batch.chunk_slots[single], visible, per_block)
+        for chunk in (batch.lengths > 1).nonzero().squeeze(1).tolist():
+            first, length = int(batch.first_rows[chunk]), int(batch.lengths[chunk])
+            for start in range(first, first + length, SEGMENT_ROWS):
+                rows = torch.arange(start, min(start + SEGMENT_ROWS, first + length), device=visible.device)
+                yield self._segment(rows.unsqueeze(0), batch.chunk_slots[chunk : chunk + 1], visible, per_block)
+
+    def _segment(self, rows: Tensor, slots: Tensor, visible: Tensor, per_block: int) -> Segment:
+        seen = visible[rows]
+        entries = torch.arange(int(seen.max()), device=rows.device)
+        blocks = self._tables[slots][:, entries // per_block]  # [B, M]
+        return Segment(rows, blocks * per_block + entries % per_block, seen)
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+
+    def token_history(self, live_ids: Tensor) -> Tensor:
+        """live_ids int64 [N]: the step's token ids, -1 for dead (image) tokens -> int64 [N, n] for the longest
+        n-gram, column s the token s positions back, -1 before the sequence or dead. Remembers the last n - 1."""
+        batch, last_tokens = self.batch, self._cache.last_tokens
+        lookback = last_tokens.shape[1]
+        known = torch.cat((live_ids, last_tokens.flatten()))
+        shifts = torch.arange(lookback + 1, device=live_ids.device)
+        offset = batch.positions - batch.starts[batch.chunk_of]  # row within its chunk
+        row = torch.arange(self._num_rows, device=live_ids.device).unsqueeze(1)
+        before = lookback + offset.unsqueeze(1) - shifts  # column of last_tokens when the shift leaves the chunk
+        stored = self._num_rows + batch.slots.unsqueeze(1) * lookback + before
+        history = known[torch.where(shifts <= offset.unsqueeze(1), row - shifts, stored)]
+        last = batch.first_rows + batch.lengths - 1
+        last_tokens[batch.chunk_slots] = history[last, :lookback].flip(1)  # oldest first
+        return history

@@ -1,0 +1,86 @@
+"""DeepSeek-V4.1's text backbone on a flat batch: embedding, blocks, collapse, head (specification section 2).
+
+What is unusual about this model: the residual stream is four copies wide; one latent vector is key and value of all
+heads; only a few layers own long-range state, which the layers after them read; n-gram memory is looked up in tables
+far larger than the network. The pass knows no sequences: rows of many requests go through together, and everything that
+outlives a step is read and written through the cache's view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels import select
+from deepinfer.kernels.reference.norm import rms_norm
+from deepinfer.model.batch import Batch, Chunk
+from deepinfer.model.block import Block
+from deepinfer.model.config import ModelConfig
+from deepinfer.model.engram import NgramHash
+from deepinfer.model.indexer import Selection
+from deepinfer.model.numerics import Numerics
+from deepinfer.model.parameters import WeightSource
+from deepinfer.model.state import ModelCache, Rotations, StepState, Trace
+
+
+class DeepseekV41:
+    """The model with its weights. Build one with `load_model`; state lives in a cache (`deepinfer.cache.Cache`)."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, numerics: Numerics, tokenizer_file: Path) -> None:
+        self.config, self.numerics, self.device = config, numerics, source.device
+        self.embed = source.matrix("embed")
+        self.blocks = [Block(config, source, layer, numerics) for layer in range(config.num_hidden_layers)]
+        self.norm = source.vector("norm.weight")
+        self.head = source.matrix("head")
+        self.rotations = Rotations(config)
+        self.hashes = NgramHash(config, tokenizer_file, source.device) if config.engram_layer_ids else None
+        self.trace: Trace | None = None  # receives (name, tensor) of every intermediate that the golden trace names
+
+    def forward(self, chunks: Sequence[Chunk], cache: ModelCache) -> Tensor:
+        """One step over chunks of many sequences -> logits float32 [sum of num_logits, vocab], in chunk order.
+
+        Writes the chunks' state into the cache. ValueError, before anything is written: a chunk that does not start
+        where its sequence ends, blocks not reserved, a token id outside the vocabulary.
+        """
+        batch = Batch.from_chunks(chunks, self.device)
+        if not 0 <= int(batch.token_ids.min()) <= int(batch.token_ids.max()) < self.config.vocab_size:
+            raise ValueError(f"token ids must be in 0 .. {self.config.vocab_size - 1}")
+        view = cache.begin(batch)
+        dead = batch.token_ids == self.config.image_token_id
+        state = StepState(view, self.rotations, dead if bool(dead.any()) else None, self.trace)
+        with torch.inference_mode():
+            hidden = self._hidden(batch, state)
+            logits = self._logits(hidden[batch.logit_rows])
+        view.commit()
+        return logits
+
+    def _hidden(self, batch: Batch, state: StepState) -> Tensor:
+        """Final normalised hidden states [N, D]."""
+        embedded = F.embedding(batch.token_ids, self.embed.dense()).to(self.numerics.dtype)
+        stream = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)  # [N, copies, D]
+        pre = torch.zeros(stream.shape[:2], device=self.device)
+        pre[:, 0] = 1.0  # nothing has been mixed yet: the first sub-layer reads copy 0
+        rows = self._engram_rows(batch, state)
+        selection = Selection()
+        for block in self.blocks:
+            stream, pre = block(stream, pre, rows.get(block.layer), state, selection)
+        state.trace("stream_out", stream)
+        hidden = rms_norm(select.hyper_collapse(stream, pre), self.norm, self.config.rms_norm_eps)
+        state.trace("final_hidden", hidden)
+        return hidden
+
+    def _engram_rows(self, batch: Batch, state: StepState) -> dict[int, Tensor]:
+        """Table rows of this step's tokens for every Engram layer, int64 [N, columns] each."""
+        if self.hashes is None:
+            return {}
+        history = state.view.token_history(self.hashes.live(batch.token_ids))
+        rows = self.hashes.rows(history)
+        state.trace("engram_hashes", torch.stack(rows, dim=1))
+        return dict(zip(self.hashes.layers, rows, strict=True))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.head.dense())

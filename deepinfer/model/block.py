@@ -1,0 +1,69 @@
+"""One block: Engram where the layer has one, then attention and experts, each in its hyper-connection (2.2, 2.3)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepinfer.kernels import select
+from deepinfer.kernels.reference.norm import rms_norm
+from deepinfer.model.attention import Attention
+from deepinfer.model.config import ModelConfig
+from deepinfer.model.engram import Engram
+from deepinfer.model.hyper import HyperConnection
+from deepinfer.model.indexer import Selection
+from deepinfer.model.moe import MixtureOfExperts
+from deepinfer.model.numerics import Numerics
+from deepinfer.model.parameters import WeightSource
+from deepinfer.model.state import StepState
+
+
+class Block:
+    """A layer of the backbone."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, layer: int, numerics: Numerics) -> None:
+        prefix = f"layers.{layer}"
+        self.layer, self.eps = layer, config.rms_norm_eps
+        has_engram = config.engram_index(layer) is not None
+        self.engram = Engram(config, source, prefix, numerics) if has_engram else None
+        self.attn_norm = source.vector(f"{prefix}.attn_norm.weight")
+        self.ffn_norm = source.vector(f"{prefix}.ffn_norm.weight")
+        self.hc_attn = HyperConnection(config, source, prefix, "hc_attn")
+        self.hc_ffn = HyperConnection(config, source, prefix, "hc_ffn")
+        self.attention = Attention(config, source, layer, numerics)
+        self.experts = MixtureOfExperts(config, source, layer, numerics)
+
+    def __call__(
+        self, stream: Tensor, pre: Tensor, engram_rows: Tensor | None, state: StepState, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """stream [N, copies, D] and pre [N, copies] (from the sub-layer before) -> the same two for the next block.
+
+        A sub-layer is collapsed with the pre of the one before it; its own pre serves the next one.
+        """
+        name = f"layers.{self.layer}"
+        if self.engram is not None:
+            assert engram_rows is not None
+            state.trace(f"{name}.stream_before_engram", stream)
+            stream = self.engram(stream, engram_rows, state.dead)
+        state.trace(f"{name}.stream_in", stream)
+
+        hyper = self.hc_attn.coefficients(stream)
+        x = rms_norm(select.hyper_collapse(stream, pre), self.attn_norm, self.eps)
+        y = self.attention(x, state, selection)
+        self._trace_part(state, f"{name}.hc_attn", hyper, f"{name}.attn", x, y)
+        stream = select.hyper_expand(stream, y, hyper.post, hyper.comb)
+        pre = hyper.pre
+
+        hyper = self.hc_ffn.coefficients(stream)
+        x = rms_norm(select.hyper_collapse(stream, pre), self.ffn_norm, self.eps)
+        y = self.experts(x, state)
+        self._trace_part(state, f"{name}.hc_ffn", hyper, f"{name}.ffn", x, y)
+        return select.hyper_expand(stream, y, hyper.post, hyper.comb), hyper.pre
+
+    @staticmethod
+    def _trace_part(
+        state: StepState, hyper_name: str, hyper: tuple[Tensor, ...], name: str, x: Tensor, y: Tensor
+    ) -> None:
+        for part, value in zip(("pre", "post", "comb"), hyper, strict=True):
+            state.trace(f"{hyper_name}_{part}", value)
+        state.trace(f"{name}_in", x)
+        state.trace(f"{name}_out", y)

@@ -1,0 +1,53 @@
+"""Compressor of a KV source: one latent per token or per pair of tokens, for its index keys and its records (2.5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.reference.compressor import compress_pairs
+from deepinfer.kernels.reference.linear import linear
+from deepinfer.kernels.reference.norm import rms_norm
+from deepinfer.kernels.reference.rope import apply_rope
+from deepinfer.model.config import ModelConfig
+from deepinfer.model.indexer import IndexKeys
+from deepinfer.model.numerics import Numerics
+from deepinfer.model.parameters import WeightSource
+
+if TYPE_CHECKING:
+    from deepinfer.model.state import StepState
+
+
+class Compressor:
+    """Closes groups, and writes their entries and index keys before anything of the step reads them."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, layer: int, numerics: Numerics) -> None:
+        prefix = f"layers.{layer}.attn"
+        self.layer, self.ratio = layer, config.ratio(layer)
+        self.eps, self.numerics = config.rms_norm_eps, numerics
+        self.wkv = source.matrix(f"{prefix}.compressor.wkv")
+        self.wgate = source.matrix(f"{prefix}.compressor.wgate") if self.ratio == 2 else None
+        self.norm = source.vector(f"{prefix}.compressor.norm.weight")
+        self.keys = IndexKeys(config, source, f"{prefix}.indexer", numerics)
+
+    def __call__(self, x: Tensor, state: StepState) -> None:
+        """x [N, D]: the attention's normalised input."""
+        latents = self._latents(x, state)  # [G, head_dim], before RoPE
+        if latents.shape[0] == 0:
+            return
+        cos, sin = state.compressed_rope(state.entry_positions(self.layer))
+        keys = self.keys(latents, cos, sin)
+        kv = self.numerics.compressed_record(apply_rope(latents, cos, sin))
+        state.trace(f"layers.{self.layer}.compressed_kv", kv)
+        state.trace(f"layers.{self.layer}.index_k", keys)
+        state.write_entries(self.layer, kv, keys)
+
+    def _latents(self, x: Tensor, state: StepState) -> Tensor:
+        if self.wgate is None:
+            return rms_norm(linear(x, self.wkv.dense()), self.norm, self.eps)
+        wide = x.float()  # ratio 2 projects, weighs and pools in float32 whatever the activations are
+        rows = torch.stack((linear(wide, self.wkv.dense()), linear(wide, self.wgate.dense())), dim=1)  # [N, 2, D]
+        first, second = state.close_pairs(self.layer, rows)
+        return compress_pairs(first, second, self.norm, self.eps, self.numerics.dtype)

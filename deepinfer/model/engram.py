@@ -1,0 +1,113 @@
+"""Engram: rows of a hashed n-gram table, gated into every copy of the stream (section 2.3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, normalizers
+from torch import Tensor
+
+from deepinfer.kernels.reference.engram import engram_gate, engram_inject, ngram_rows
+from deepinfer.kernels.reference.linear import quantized_linear
+from deepinfer.model.config import ConfigError, ModelConfig
+from deepinfer.model.numerics import Numerics
+from deepinfer.model.parameters import WeightSource
+
+_SEED_STEP = 10007  # the release seeds layer L's multipliers with 10007 * L
+_KEPT_SPACE = "\ue000"  # private-use stand-in that protects a string of exactly one space from strip
+
+
+def _normalizer() -> normalizers.Normalizer:
+    return normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+            normalizers.Replace(Regex(r"^ $"), _KEPT_SPACE),
+            normalizers.Strip(),
+            normalizers.Replace(_KEPT_SPACE, " "),
+        ]
+    )
+
+
+def token_map(tokenizer: Tokenizer) -> Tensor:
+    """Token id -> compressed id, int64 [vocabulary]. Tokens that read alike (case, accents, white space) share an id.
+
+    A token whose text is not whole UTF-8 keeps its raw vocabulary string as its key. Ids follow first appearance.
+    """
+    normalize = _normalizer().normalize_str
+    seen: dict[str, int] = {}
+    ids = []
+    for token in range(tokenizer.get_vocab_size(with_added_tokens=True)):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        key = str(tokenizer.id_to_token(token)) if "\ufffd" in text else normalize(text) or text
+        ids.append(seen.setdefault(key, len(seen)))
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+class NgramHash:
+    """The hash tables of every Engram layer, derived from the config and the tokenizer alone."""
+
+    def __init__(self, config: ModelConfig, tokenizer_file: Path, device: torch.device) -> None:
+        """Raises ConfigError when the tokenizer does not give the compressed vocabulary that the config names."""
+        self.layers = config.engram_layer_ids
+        self.image_token_id = config.image_token_id
+        self.token_map = token_map(Tokenizer.from_file(str(tokenizer_file))).to(device)
+        size = int(self.token_map.max()) + 1
+        if size != config.engram_compressed_vocab_size:
+            raise ConfigError(
+                str(tokenizer_file),
+                [
+                    f"the tokenizer gives {size} compressed ids, engram_compressed_vocab_size says "
+                    f"{config.engram_compressed_vocab_size}: tokenizer and checkpoint do not belong together"
+                ],
+            )
+        self.pad = int(self.token_map[config.engram_pad_token_id])
+        self.primes = torch.tensor(config.engram_primes(), device=device)  # [layers, orders, heads]
+        flat = self.primes.flatten(1)
+        self.offsets = flat.cumsum(1) - flat  # [layers, orders * heads]
+        self.multipliers = torch.stack([self._multipliers(layer, size, config) for layer in self.layers]).to(device)
+
+    @staticmethod
+    def _multipliers(layer: int, size: int, config: ModelConfig) -> Tensor:
+        bound = (2**63 - 1) // size // 2  # an id times 2v + 1 stays below 2^63
+        draws = np.random.default_rng(_SEED_STEP * layer).integers(
+            0, bound, size=config.engram_max_ngram_size, dtype=np.int64
+        )
+        return torch.from_numpy(2 * draws + 1)
+
+    def live(self, token_ids: Tensor) -> Tensor:
+        """Token ids with -1 in place of dead (image) tokens, which end n-grams and get no Engram term."""
+        return torch.where(token_ids == self.image_token_id, -1, token_ids)
+
+    def rows(self, history: Tensor) -> list[Tensor]:
+        """history int64 [N, orders + 1] raw token ids (-1 = blocked) -> per Engram layer int64 [N, columns]."""
+        compressed = torch.where(history < 0, -1, self.token_map[history.clamp_min(0)])
+        return [
+            ngram_rows(compressed, self.multipliers[i], self.primes[i], self.offsets[i], self.pad)
+            for i in range(len(self.layers))
+        ]
+
+
+class Engram:
+    """The injection before one block. The table stays on disk; everything else is a weight like any other."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, numerics: Numerics) -> None:
+        self.copies, self.eps, self.dtype = config.hc_mult, config.rms_norm_eps, numerics.dtype
+        self.table = source.table(f"{prefix}.engram.embed")
+        self.wkv = source.matrix(f"{prefix}.engram.wkv")
+        self.gate_weight = source.vector(f"{prefix}.engram.q_weight") * source.vector(f"{prefix}.engram.k_weight")
+
+    def __call__(self, stream: Tensor, rows: Tensor, dead: Tensor | None) -> Tensor:
+        """stream [N, copies, D], rows int64 [N, columns], dead bool [N] or None -> stream with the term added."""
+        memory = self.table.rows(rows).to(stream.device, self.dtype).flatten(1)  # [N, columns * head_dim]
+        kv = quantized_linear(memory, self.wkv.dense())  # [N, (copies + 1) * D]
+        keys, value = kv.unflatten(1, (self.copies + 1, -1)).split((self.copies, 1), dim=1)
+        gate = engram_gate(stream, keys, self.gate_weight, self.eps)
+        if dead is not None:
+            gate = gate.masked_fill(dead.unsqueeze(1), 0.0)
+        return engram_inject(stream, gate, value.squeeze(1))

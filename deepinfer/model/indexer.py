@@ -1,0 +1,103 @@
+"""Lightning indexer of an index source: keys where it owns KV, queries and the choice of entries (section 2.6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.reference.indexer import index_scores
+from deepinfer.kernels.reference.linear import linear, quantized_linear
+from deepinfer.kernels.reference.norm import rms_norm
+from deepinfer.kernels.reference.rope import apply_rope
+from deepinfer.kernels.reference.selection import candidate_mask, mask_to_indices, top_mask
+from deepinfer.model.config import ModelConfig
+from deepinfer.model.numerics import Numerics
+from deepinfer.model.parameters import WeightSource
+
+if TYPE_CHECKING:
+    from deepinfer.model.state import StepState
+
+
+@dataclass
+class Selection:
+    """What index sources hand to the layers after them in one step."""
+
+    entries: Tensor | None = None  # int64 [N, K] chosen entries, ascending, -1 = empty
+    candidates: list[Tensor | None] = field(default_factory=list)  # per segment bool [B, T, M]; None = all visible
+
+
+class IndexKeys:
+    """Keys of a KV source's entries."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, numerics: Numerics) -> None:
+        self.wk = source.matrix(f"{prefix}.wk")
+        self.norm = source.vector(f"{prefix}.k_norm.weight")
+        self.eps, self.numerics = config.rms_norm_eps, numerics
+
+    def __call__(self, latents: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Latents before RoPE [G, head_dim] and the rotation of their positions -> records [G, index_head_dim]."""
+        keys = rms_norm(linear(latents, self.wk.dense()), self.norm, self.eps)
+        return self.numerics.index_record(apply_rope(keys, cos, sin))
+
+
+class Indexer:
+    """Queries, weights and the top-k of one index source."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, layer: int, numerics: Numerics) -> None:
+        prefix = f"layers.{layer}.attn.indexer"
+        self.layer, self.config, self.numerics = layer, config, numerics
+        self.kv_source = config.kv_source(layer)
+        self.heads, self.dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.wq_b = source.matrix(f"{prefix}.wq_b")
+        self.weights_proj = source.matrix(f"{prefix}.weights_proj")
+        self.scale = self.dim**-0.5 * self.heads**-0.5
+        self.publishes = config.candidate_source_layer_id == layer
+        self.filtered = config.is_candidate_user(layer)
+
+    def select(
+        self, x: Tensor, latent_query: Tensor, cos: Tensor, sin: Tensor, state: StepState, selection: Selection
+    ) -> None:
+        """Choose entries for every row: x [N, D] and latent_query [N, q_lora_rank] are the attention's own input and
+        query bottleneck. Updates `selection` in place."""
+        assert self.kv_source is not None
+        queries = quantized_linear(latent_query, self.wq_b.dense()).unflatten(1, (self.heads, self.dim))
+        queries = self.numerics.index_record(apply_rope(queries, cos, sin))  # [N, heads, dim]
+        weights = linear(x, self.weights_proj.dense()) * self.scale  # [N, heads]
+        width = min(self.topk, max(1, int(state.visible(self.kv_source).max())))
+        entries = torch.full((x.shape[0], width), -1, dtype=torch.int64, device=x.device)
+        if self.publishes:
+            selection.candidates = []
+        for number, (segment, keys) in enumerate(state.segments(self.kv_source)):
+            rows, visible = segment.rows, segment.visible  # [B, T]
+            most = keys.shape[1]
+            limit = torch.arange(most, device=x.device) < visible.unsqueeze(-1)  # [B, T, M]
+            allowed = selection.candidates[number] if self.filtered else None
+            choose = most > self.topk  # otherwise everything visible is chosen and no score matters
+            narrow = self.publishes and -(-most // self.config.candidate_block_size) > self.config.candidate_topk_blocks
+            mask = limit if allowed is None else allowed
+            if choose or narrow:
+                scores = index_scores(queries[rows], keys, weights[rows])
+                scores = scores.masked_fill(~limit, float("-inf")).flatten(0, 1)  # [B * T, M]
+                state.trace(f"layers.{self.layer}.index_score", scores)
+                if narrow:
+                    kept = candidate_mask(
+                        scores,
+                        visible.flatten(),
+                        block_size=self.config.candidate_block_size,
+                        topk_blocks=self.config.candidate_topk_blocks,
+                    )
+                    selection.candidates.append(kept.view_as(limit))
+                if allowed is not None:
+                    scores = scores.masked_fill(~allowed.flatten(0, 1), float("-inf"))
+                mask = top_mask(scores, self.topk).view_as(limit)
+            if self.publishes and not narrow:
+                selection.candidates.append(None)
+            chosen = mask_to_indices(mask.flatten(0, 1), min(self.topk, most)) if most else entries[:0]
+            if most:
+                entries[rows.flatten()] = F.pad(chosen, (0, width - chosen.shape[1]), value=-1)
+        selection.entries = entries
+        state.trace(f"layers.{self.layer}.topk", entries)

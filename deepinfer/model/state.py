@@ -1,0 +1,100 @@
+"""What the layers of one step share: the cache's view of it, positions turned into rotations, and the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from deepinfer.kernels.reference.rope import rope_angles, rope_frequencies, yarn_frequencies
+from deepinfer.model.batch import Batch
+from deepinfer.model.config import ModelConfig
+
+Trace = Callable[[str, Tensor], None]
+
+
+class Segment(Protocol):
+    """Rows that are scored against the same keys; `cache.step.Segment` says the shapes."""
+
+    @property
+    def rows(self) -> Tensor: ...
+
+    @property
+    def visible(self) -> Tensor: ...
+
+
+class CacheView(Protocol):
+    """One step's reads and writes of a cache; `cache.step.StepView` implements it and says the shapes."""
+
+    batch: Batch
+    window_indices: Tensor
+
+    def stage_window(self, layer: int, kv: Tensor) -> Tensor: ...
+    def commit_window(self, layer: int) -> None: ...
+    def commit(self) -> None: ...
+    def close_pairs(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]: ...
+    def entry_positions(self, layer: int) -> Tensor: ...
+    def write_entries(self, layer: int, kv: Tensor, keys: Tensor) -> None: ...
+    def kv_pool(self, layer: int) -> Tensor: ...
+    def visible(self, layer: int) -> Tensor: ...
+    def entry_rows(self, layer: int, entries: Tensor) -> Tensor: ...
+    def segments(self, layer: int) -> Iterator[tuple[Segment, Tensor]]: ...
+    def token_history(self, live_ids: Tensor) -> Tensor: ...
+
+
+class ModelCache(Protocol):
+    """A cache as the forward pass sees it."""
+
+    def begin(self, batch: Batch) -> CacheView: ...
+
+
+class Rotations:
+    """The two sets of RoPE frequencies: plain for ratio-0 layers, YaRN for layers that read compressed KV."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        dim, scaling = config.qk_rope_head_dim, config.rope_scaling
+        self.window = rope_frequencies(dim, config.rope_theta)
+        self.compressed = yarn_frequencies(
+            dim,
+            config.compress_rope_theta,
+            factor=scaling.factor,
+            original_length=scaling.original_max_position_embeddings,
+            beta_fast=scaling.beta_fast,
+            beta_slow=scaling.beta_slow,
+        )
+
+
+class StepState:
+    """Handed through the layers. Everything that touches the cache goes to the view unchanged."""
+
+    def __init__(self, view: CacheView, rotations: Rotations, dead: Tensor | None, trace: Trace | None) -> None:
+        positions = view.batch.positions
+        self.view = view
+        self.dead = dead  # bool [N], image tokens; None = none in this step
+        self.window_rope = rope_angles(positions, rotations.window.to(positions.device))
+        self._compressed = rotations.compressed.to(positions.device)
+        self.compressed_query_rope = rope_angles(positions, self._compressed)
+        self._trace = trace
+        self._selected: tuple[int, Tensor, Tensor] | None = None
+
+        self.window_indices = view.window_indices
+        self.stage_window, self.commit_window = view.stage_window, view.commit_window
+        self.close_pairs, self.entry_positions = view.close_pairs, view.entry_positions
+        self.write_entries, self.kv_pool = view.write_entries, view.kv_pool
+        self.visible, self.segments = view.visible, view.segments
+
+    def compressed_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotation of compressed entries at their groups' first positions, int64 [G] -> cos, sin [G, dim / 2]."""
+        return rope_angles(positions, self._compressed)
+
+    def selected_rows(self, source: int, entries: Tensor) -> Tensor:
+        """Pool rows of the chosen entries; the same choice serves several layers, so it is looked up once."""
+        if self._selected is None or self._selected[0] != source or self._selected[1] is not entries:
+            self._selected = (source, entries, self.view.entry_rows(source, entries))
+        return self._selected[2]
+
+    def trace(self, name: str, value: Tensor) -> None:
+        """Hand an intermediate to the listener, if there is one."""
+        if self._trace is not None:
+            self._trace(name, value)
