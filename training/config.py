@@ -61,7 +61,7 @@ class NanoConfig:
     engram_layer_ids: list[int] = field(default_factory=lambda: [1, 3])
     engram_num_embeddings: list[int] = field(default_factory=list)
     engram_max_ngram_size: int = 4
-    engram_vocab_size: int = 7500
+    engram_vocab_size: int = 6400
     engram_n_heads: int = 4
     engram_head_dim: int = 32
     engram_pad_token_id: int = 2
@@ -106,7 +106,7 @@ class NanoConfig:
 
     def engram_multipliers(self) -> list[np.ndarray]:
         """Odd hash multipliers of each Engram layer, [max_ngram] int64; product with any compressed id fits int63."""
-        bound = ((2**63 - 1) // self.engram_compressed_vocab_size) // 2
+        bound = ((2**63 - 1) // max(self.engram_compressed_vocab_size, 1)) // 2
         draws = [
             np.random.default_rng(10007 * layer).integers(0, bound, size=self.engram_max_ngram_size, dtype=np.int64)
             for layer in self.engram_layer_ids

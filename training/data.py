@@ -1,0 +1,94 @@
+"""Token streams on the training device and batches mixed from them.
+
+A stream is a flat run of documents (BOS ... EOS). Rows are cut from it at a fresh phase every epoch and visited in random
+order. "Record" streams hold samples of exactly the row length, which are never cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PAD = 2
+
+
+class Stream:
+    """One kind of text on the device."""
+
+    def __init__(self, data: np.ndarray, device: torch.device, record: int = 0, seed: int = 0):
+        self.data = torch.from_numpy(data.view(np.int16)).to(device)  # uint16 bits; ids stay below 32768
+        self.record, self.rng = record, np.random.default_rng(seed)
+        self.order: np.ndarray = np.empty(0, dtype=np.int64)
+        self.length = 0
+        self.epochs = 0
+
+    def starts(self, count: int, length: int) -> np.ndarray:
+        """Offsets of the next `count` rows."""
+        if length != self.length:
+            self.order, self.length = np.empty(0, dtype=np.int64), length
+        while len(self.order) < count:
+            step = self.record or length
+            phase = 0 if self.record else int(self.rng.integers(0, min(length, max(1, len(self.data) - length))))
+            rows = (len(self.data) - phase) // step
+            fresh = phase + step * self.rng.permutation(rows)
+            self.order = np.concatenate([self.order, fresh])
+            self.epochs += 1
+        taken, self.order = self.order[:count], self.order[count:]
+        return taken
+
+
+@dataclass
+class Batch:
+    tokens: Tensor  # [B, T] int64
+    targets: Tensor  # [B, T] int64, -100 where nothing is predicted
+    kinds: list[str]  # kind of each row
+
+
+class Mixer:
+    """Batches with a fixed share of rows per kind (rounded with carry, so shares hold over many batches)."""
+
+    def __init__(self, streams: dict[str, Stream], device: torch.device):
+        self.streams, self.device = streams, device
+        self.debt: dict[str, float] = {}
+
+    def batch(self, shares: dict[str, float], rows: int, length: int) -> Batch:
+        """`rows` rows of `length` tokens; kinds without a stream, or with records of another length, are left out."""
+        usable = {k: s for k, s in shares.items() if k in self.streams and self.streams[k].record in (0, length)}
+        total = sum(usable.values())
+        wanted = {k: rows * s / total + self.debt.get(k, 0.0) for k, s in usable.items()}
+        counts = {k: int(v) for k, v in wanted.items()}
+        for k in sorted(wanted, key=lambda k: wanted[k] - counts[k], reverse=True)[: max(0, rows - sum(counts.values()))]:
+            counts[k] += 1
+        self.debt = {k: wanted[k] - counts[k] for k in wanted}
+        parts, kinds = [], []
+        for kind, count in counts.items():
+            count = min(count, rows - len(kinds))
+            if count <= 0:
+                continue
+            stream = self.streams[kind]
+            starts = torch.from_numpy(stream.starts(count, length)).to(self.device)
+            parts.append(stream.data[starts[:, None] + torch.arange(length, device=self.device)])
+            kinds += [kind] * count
+        tokens = torch.cat(parts).long()
+        return Batch(tokens, next_targets(tokens), kinds)
+
+
+def next_targets(tokens: Tensor) -> Tensor:
+    """Next token of each position; -100 at the row's end and where the next token is BOS or padding."""
+    targets = torch.full_like(tokens, -100)
+    targets[:, :-1] = tokens[:, 1:]
+    return torch.where((targets == 0) | (targets == PAD), -100, targets)
+
+
+def load_streams(folder: Path, device: torch.device, seen: set[str]) -> dict[str, np.ndarray]:
+    """Arrays of the not yet `seen` files `<any>.<kind>.u16`, joined per kind."""
+    found: dict[str, list[np.ndarray]] = {}
+    for path in sorted(folder.glob("*.u16")):
+        if path.name not in seen:
+            seen.add(path.name)
+            found.setdefault(path.name.split(".")[-2], []).append(np.fromfile(path, dtype=np.uint16))
+    return {kind: np.concatenate(parts) for kind, parts in found.items()}

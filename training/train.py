@@ -1,0 +1,194 @@
+"""Trains nano within a wall-clock budget: four phases, learning rate and phase borders driven by elapsed time.
+
+    python -m training.train --data DIR --out DIR --seconds 1150
+
+Resumable: a checkpoint (weights, optimiser, elapsed seconds) is written every few minutes and read again with --resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from training.config import nano
+from training.data import Mixer, Stream, load_streams
+from training.export import export_model
+from training.model import Mode, NanoModel
+from training.optim import Optimizer, balance_experts, rate_factor
+from training.tokenizer import load_tokenizer, token_map
+
+TEXT = {"prose": 0.22, "doc": 0.24, "code": 0.33, "zh": 0.03, "zh-en": 0.005}
+EARLY = TEXT | {"chat": 0.08, "look1024": 0.08}
+MIDDLE = TEXT | {"chat": 0.08, "look4096": 0.10}
+LATE = TEXT | {"chat": 0.16, "look4096": 0.13}
+FINAL = {"prose": 0.11, "doc": 0.11, "code": 0.17, "zh": 0.02, "chat": 0.40, "look4096": 0.19}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of training, up to the fraction `until` of the budget."""
+
+    name: str
+    until: float
+    length: int
+    sparse: bool
+    quant: bool
+    teach_rows: int
+    shares: dict[str, float]
+
+
+PHASES = (
+    Phase("short", 0.36, 1024, False, False, 0, EARLY),
+    Phase("short-taught", 0.42, 1024, False, False, 64, EARLY),
+    Phase("long", 0.70, 4096, False, False, 64, MIDDLE),
+    Phase("sparse-quant", 0.91, 4096, True, True, 64, LATE),
+    Phase("chat", 1.01, 4096, True, True, 64, FINAL),
+)
+
+
+class Trainer:
+    """Model, optimiser, data and clock."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.device = torch.device(args.device)
+        torch.set_float32_matmul_precision("high")
+        tokenizer = load_tokenizer(args.tokenizer)
+        config = nano(args.tokenizer)
+        self.model = NanoModel(config, token_map(tokenizer), compiled=args.compile)
+        self.model.initialise(args.seed)
+        self.model.to(self.device)
+        self.optimizer = Optimizer(self.model, args.muon_rate)
+        self.seen: set[str] = set()
+        self.arrays: dict[str, list[np.ndarray]] = {}
+        self.mixer = Mixer({}, self.device)
+        self.refresh()
+        self.out = Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.step, self.tokens, self.before = 0, 0, 0.0
+        if args.resume and (self.out / "state.pt").exists():
+            self.load()
+        self.began = time.time() if args.began == 0 else args.began
+
+    # ------------------------------------------------------------------ data and state
+
+    def refresh(self) -> None:
+        """Takes up streams whose encoding has finished since the last look."""
+        for kind, array in load_streams(Path(self.args.data), self.device, self.seen).items():
+            self.arrays.setdefault(kind, []).append(array)
+            joined = np.concatenate(self.arrays[kind])
+            record = int(kind[4:]) if kind.startswith("look") else 0
+            self.mixer.streams[kind] = Stream(joined, self.device, record, seed=len(self.seen))
+
+    def elapsed(self) -> float:
+        return self.before + time.time() - self.began
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "tokens": self.tokens,
+            "elapsed": self.elapsed(),
+        }
+        torch.save(state, self.out / "state.tmp")
+        (self.out / "state.tmp").rename(self.out / "state.pt")
+
+    def load(self) -> None:
+        state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.before = state["step"], state["tokens"], state["elapsed"]
+
+    def log(self, **values: object) -> None:
+        line = json.dumps({"time": round(self.elapsed(), 1), "step": self.step, **values})
+        print(line, flush=True)
+        with open(self.out / "log.jsonl", "a") as file:
+            file.write(line + "\n")
+
+    # ------------------------------------------------------------------ loop
+
+    def run(self) -> None:
+        """Trains until the budget is used, then exports."""
+        args = self.args
+        names = [p.name for p in PHASES]
+        current, mark, marked, saved = None, time.time(), self.tokens, time.time()
+        totals: dict[str, list[float]] = {}
+        generator = torch.Generator(device=self.device).manual_seed(args.seed + self.step)
+        while True:
+            progress = self.elapsed() / args.seconds
+            if progress >= 1 or (args.steps and self.step >= args.steps):
+                break
+            phase = next(p for p in PHASES if progress < p.until) if not args.phase else PHASES[names.index(args.phase)]
+            if phase is not current:
+                if current is not None:
+                    export_model(self.model, self.out / f"export-{current.name}")
+                self.log(phase=phase.name)
+                current = phase
+            length = min(phase.length, args.max_length)
+            batch = self.mixer.batch(phase.shares, max(1, args.batch_tokens // length), length)
+            mode = Mode(args.dtype, args.flex, phase.sparse, phase.quant, min(phase.teach_rows, length))
+            out = self.model(batch.tokens, batch.targets, mode, generator)
+            live = (batch.targets >= 0).sum()
+            (out.nll.sum() / live + 0.1 * out.index_loss).backward()
+            factor = rate_factor(progress)
+            self.optimizer.step(factor)
+            balance_experts(self.model, out.loads, 1e-3 * min(1.0, 2 * factor))
+            self.step += 1
+            self.tokens += batch.tokens.numel()
+            report = self.step % args.log_every == 0
+            if report or self.step < 4:
+                rows = (out.nll.detach().sum(1) / (batch.targets >= 0).sum(1)).tolist()
+                for kind, value in zip(batch.kinds, rows, strict=True):
+                    totals.setdefault(kind, []).append(value)
+                now = time.time()
+                self.log(
+                    loss={k: round(sum(v) / len(v), 4) for k, v in totals.items()},
+                    index=round(out.index_loss.item(), 4),
+                    load=round((out.loads.max(1).values / out.loads.float().mean(1)).mean().item(), 2),
+                    rate=round(factor, 3),
+                    tokens=self.tokens,
+                    per_second=int((self.tokens - marked) / (now - mark)),
+                )
+                totals, mark, marked = {}, now, self.tokens
+                self.refresh()
+                if now - saved > args.save_every:
+                    self.save()
+                    saved = now
+        self.save()
+        export_model(self.model, self.out / "export")
+        self.log(done=True, tokens=self.tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True, help="folder of .u16 token streams")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--tokenizer", default="models/nano")
+    parser.add_argument("--seconds", type=float, default=1150)
+    parser.add_argument("--began", type=float, default=0, help="unix time the budget counts from; default now")
+    parser.add_argument("--steps", type=int, default=0, help="stop after this many steps (tests)")
+    parser.add_argument("--phase", default="", help="stay in one phase (tests)")
+    parser.add_argument("--batch-tokens", type=int, default=131072)
+    parser.add_argument("--max-length", type=int, default=4096)
+    parser.add_argument("--muon-rate", type=float, default=0.02)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--save-every", type=float, default=150)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    args.dtype, args.flex, args.compile = (torch.bfloat16 if cuda else torch.float32), cuda, cuda and args.compile
+    Trainer(args).run()
+
+
+if __name__ == "__main__":
+    main()
