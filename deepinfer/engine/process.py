@@ -42,7 +42,7 @@ def accept_token(
 
     text = ""
     if sequence.detokenizer is not None:
-        may_stop = sequence.num_output >= params.min_tokens
+        may_stop = sequence.num_output > params.min_tokens  # a stop comes after min_tokens tokens, as a stop token does
         text, stopped = sequence.text.push(sequence.detokenizer.push(token_id), may_stop)
         if stopped is not None:
             sequence.stop_reason = stopped

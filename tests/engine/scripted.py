@@ -49,7 +49,7 @@ class ScriptedModel:
     def forward(self, chunks: Sequence[Chunk], cache: Cache) -> Tensor:
         self.steps.append(list(chunks))
         view = cache.begin(Batch.from_chunks(chunks, torch.device("cpu")))
-        cache.commit(view)
+        view.commit()
         rows = []
         for chunk in chunks:
             first = len(chunk.token_ids) - chunk.num_logits
