@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_tools import load, poke, rewrite, store
+from golden import CASES, golden_dir
+from safetensors.torch import load_file
+
 from deepinfer.model.presets import preset
 from deepinfer.model.random_checkpoint import write_random_checkpoint
 from deepinfer.model.weights import CheckpointError, CheckpointReader
-from golden import CASES, golden_dir
-from safetensors.torch import load_file
 
 CONFIG = preset("tiny", layers=2, experts=4, drafts=True, vision=True)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import CASES, golden_dir
+
 from deepinfer.model.config import ConfigError, ModelConfig
 from deepinfer.model.presets import flash, preset, tiny
-from golden import CASES, golden_dir
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from deepinfer.model.config import ModelConfig
+
 from deepinfer.model.footprint import fits, kv_lines, module_sizes, sequence_lines, total
 from deepinfer.model.presets import flash, preset
 from deepinfer.model.tensors import tensor_specs
