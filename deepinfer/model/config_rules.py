@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ def violations(c: ModelConfig) -> list[str]:
     problems += roles
     if not roles:  # the rules on sources read the lists by layer id
         problems += [*_sources(c), *_candidates(c)]
-    return [*problems, *_engram(c), *_dspark(c), *_vision(c)]
+    return [*problems, *_engram(c), *_dspark(c), *_vision(c), *_quantization(c)]
 
 
 def _multiple(name: str, value: int, of: int = TILE) -> Iterator[str]:
@@ -149,8 +150,7 @@ def _sources(c: ModelConfig) -> Iterator[str]:
         elif c.ratio(source) != c.ratio(layer):
             yield (
                 f"layer {layer} has compress_ratios = {c.ratio(layer)} but reads the cache of layer {source} with "
-                "ratio "
-                f"{c.ratio(source)}; a change of ratio needs a new entry in kv_source_layer_ids"
+                f"ratio {c.ratio(source)}; a change of ratio needs a new entry in kv_source_layer_ids"
             )
 
 
@@ -170,15 +170,14 @@ def _candidates(c: ModelConfig) -> Iterator[str]:
         )
     if blocks <= 0 or size <= 0:
         yield (
-            f"candidate_topk_blocks = {blocks} and candidate_block_size = {size} must be positive with a candidate "
-            "source"
+            f"candidate_topk_blocks = {blocks} and candidate_block_size = {size} must be positive "
+            "with a candidate source"
         )
     elif blocks * size - (size - 1) < c.index_topk:
         # The last block may hold one visible position only, hence the (size - 1).
         yield (
             f"candidate_topk_blocks*candidate_block_size - (candidate_block_size-1) = {blocks * size - (size - 1)} "
-            "is below "
-            f"index_topk = {c.index_topk}: masked positions could be selected"
+            f"is below index_topk = {c.index_topk}: masked positions could be selected"
         )
 
 
@@ -206,7 +205,8 @@ def _engram(c: ModelConfig) -> Iterator[str]:
     if bad:
         return
     yield from _multiple("engram_head_dim", c.engram_head_dim)
-    if c.engram_columns * len(c.engram_layer_ids) > 4096 or c.engram_vocab_size > 1 << 31:
+    # Bounds that keep the prime search below a few seconds for a nonsensical file; the release has 2 x 24 columns.
+    if c.engram_columns * len(c.engram_layer_ids) > 1024 or c.engram_vocab_size > 1 << 28:
         yield (
             "engram_n_heads, engram_max_ngram_size or engram_vocab_size is far outside the released range (24 "
             "columns, 16000000)"
@@ -270,3 +270,10 @@ def _vision(c: ModelConfig) -> Iterator[str]:
             f"vision_config.max_image_tokens = {v.max_image_tokens} must be at least 4: start, one patch, end of "
             "row, end"
         )
+
+
+def _quantization(c: ModelConfig) -> Iterator[str]:
+    for field in dataclasses.fields(c.quantization):
+        value = getattr(c.quantization, field.name)
+        if value != field.default:
+            yield f"quantization_config.{field.name} = {value!r} is not supported; only {field.default!r} is"

@@ -90,9 +90,8 @@ def _from_hub(name: str, files: list[str]) -> Path:
     except LocalEntryNotFoundError:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise ModelNotFoundError(
-            f"{name} is not in the local cache ({constants.HF_HUB_CACHE}) and {reason}; download it on a connected "
-            "machine "
-            f"with `hf download {name}` and give the directory as --model"
+            f"{name} is not in the local cache ({constants.HF_HUB_CACHE}) and {reason}; download it on a "
+            f"connected machine with `hf download {name}` and give the directory as --model"
         ) from None
     except HfHubHTTPError as error:
         raise ModelNotFoundError(
@@ -100,6 +99,6 @@ def _from_hub(name: str, files: list[str]) -> Path:
         ) from None
     except OSError as error:
         raise ModelNotFoundError(
-            f"{name} cannot be downloaded: {error}; check the network and the free disk space, or give a local "
-            "directory"
+            f"{name} cannot be downloaded: {error}; check the network and the free disk space, or give a "
+            "local directory"
         ) from None

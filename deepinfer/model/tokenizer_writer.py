@@ -88,8 +88,8 @@ def build_tokenizer(config: ModelConfig) -> dict[str, Any]:
             [
                 f"vocab_size = {config.vocab_size} with engram_compressed_vocab_size = "
                 f"{config.engram_compressed_vocab_size} "
-                f"would need {fresh} new and {repeated} repeated words; choose a compressed size nearer to the "
-                "vocabulary"
+                f"would need {fresh} new and {repeated} repeated words; choose a compressed size "
+                "nearer to the vocabulary"
             ],
         )
     words = list(itertools.islice(_words(), fresh))

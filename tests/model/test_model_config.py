@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from golden import CASES, golden_dir
 
-from deepinfer.model.config import ConfigError, ModelConfig
+from deepinfer.model.config import ConfigError, ModelConfig, QuantizationConfig
 from deepinfer.model.presets import flash, preset, tiny
 
 
@@ -54,8 +55,14 @@ def test_golden_configs_are_read_and_written_back_with_the_same_fields(case: str
 
 @pytest.mark.parametrize(
     "path",
-    ["surprise", "text_config.surprise", "text_config.rope_scaling.surprise", "vision_config.surprise"]
-    + ["quantization_config.surprise", "text_config.first_k_dense_replace"],
+    [
+        "surprise",
+        "text_config.surprise",
+        "text_config.rope_scaling.surprise",
+        "vision_config.surprise",
+        "quantization_config.surprise",
+        "text_config.first_k_dense_replace",
+    ],
 )
 def test_unknown_config_field_is_named(released: dict[str, Any], path: str) -> None:
     (problem,) = problems(put(released, path, 7))
@@ -148,6 +155,11 @@ def test_all_violations_are_listed_in_one_error(released: dict[str, Any]) -> Non
 def test_broken_constraint_is_explained(released: dict[str, Any], changes: dict[str, Any], named: str) -> None:
     released["text_config"] |= changes
     assert any(named in problem for problem in problems(released))
+
+
+def test_other_quantisation_is_refused_also_when_built_by_hand() -> None:
+    with pytest.raises(ConfigError, match="expert_dtype"):
+        dataclasses.replace(tiny(), quantization=QuantizationConfig(expert_dtype="fp8"))
 
 
 def test_layer_roles_are_those_of_the_release() -> None:
