@@ -142,7 +142,7 @@ class Cache:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> StepView:
-        """Check a step against the cache and plan its reads and writes. ValueError: wrong start, blocks not reserved."""
+        """Check a step and plan its reads and writes. ValueError: wrong start, blocks not reserved."""
         rows = (batch.chunk_slots.tolist(), batch.starts.tolist(), batch.lengths.tolist())
         for slot, start, length in zip(*rows, strict=True):
             table = self._table(slot)

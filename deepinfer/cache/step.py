@@ -132,13 +132,16 @@ class StepView:
         """Entries int64 [N, K] of each row's own sequence (-1 = none) -> rows of kv_pool, int64 [N, K]."""
         return self._cache.records[layer].rows(self._tables[self.batch.slots], entries)
 
-    def segments(self, layer: int) -> Iterator[tuple[Segment, Tensor]]:
-        """The step's rows in pieces that share keys, with the keys [B, M, index_head_dim] of a source."""
+    def key_pool(self, layer: int) -> Tensor:
+        """Index keys of a source, [rows, index_head_dim]."""
+        return self._cache.records[layer].keys
+
+    def segments(self, layer: int) -> list[Segment]:
+        """The step's rows in pieces that share their keys."""
         records = self._cache.records[layer]
         if records.ratio not in self._segments:
             self._segments[records.ratio] = list(self._plan_segments(records.ratio, records.per_block))
-        for segment in self._segments[records.ratio]:
-            yield segment, records.keys[segment.key_rows]
+        return self._segments[records.ratio]
 
     def _plan_segments(self, ratio: int, per_block: int) -> Iterator[Segment]:
         batch = self.batch

@@ -8,9 +8,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.linear import linear, quantized_linear
-from deepinfer.kernels.reference.norm import rms_norm
-from deepinfer.kernels.reference.rope import apply_rope
 from deepinfer.model.compressor import Compressor
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.indexer import Indexer, Selection
@@ -35,7 +32,7 @@ class Attention:
         self.wq_b = source.matrix(f"{prefix}.wq_b")
         self.wkv = source.matrix(f"{prefix}.wkv")
         self.kv_norm = source.vector(f"{prefix}.kv_norm.weight")
-        self.wo_a = source.matrix(f"{prefix}.wo_a")
+        self.wo_a = source.grouped(f"{prefix}.wo_a", self.groups)  # one [o_lora_rank, K] per group
         self.wo_b = source.matrix(f"{prefix}.wo_b")
         self.sink = source.vector(f"{prefix}.attn_sink")
         self.compressor = Compressor(config, source, layer, numerics) if config.owns_kv(layer) else None
@@ -44,11 +41,12 @@ class Attention:
     def __call__(self, x: Tensor, state: StepState, selection: Selection) -> Tensor:
         """x [N, D], normalised -> [N, D]. Reads and writes the step's state; updates `selection` at index sources."""
         cos, sin = state.window_rope if self.kv_source is None else state.compressed_query_rope
-        latent_query = rms_norm(quantized_linear(x, self.wq_a.dense()), self.q_norm, self.eps)  # [N, q_lora_rank]
-        q = quantized_linear(latent_query, self.wq_b.dense()).unflatten(1, (self.heads, self.head_dim))
-        q = apply_rope(q, cos, sin)  # [N, heads, head_dim]
-        kv = rms_norm(quantized_linear(x, self.wkv.dense()), self.kv_norm, self.eps)
-        window = state.stage_window(self.layer, self.numerics.window_record(apply_rope(kv, cos, sin)))
+        latent_query = select.project(x, self.wq_a, rounded=True)
+        latent_query = select.rms_norm(latent_query, self.q_norm, self.eps)  # [N, q_lora_rank]
+        q = select.project(latent_query, self.wq_b, rounded=True).unflatten(1, (self.heads, self.head_dim))
+        q = select.apply_rope(q, cos, sin)  # [N, heads, head_dim]
+        kv = select.rms_norm(select.project(x, self.wkv, rounded=True), self.kv_norm, self.eps)
+        window = state.stage_window(self.layer, self.numerics.window_record(select.apply_rope(kv, cos, sin)))
         if self.compressor is not None:
             self.compressor(x, state)
         if self.indexer is not None:
@@ -60,11 +58,11 @@ class Attention:
             kv_rows = state.selected_rows(self.kv_source, selection.entries)
         o = select.sparse_attention(q, window, state.window_indices, kv_pool, kv_rows, self.sink, self.head_dim**-0.5)
         state.commit_window(self.layer)
-        return self._project(apply_rope(o, cos, sin, inverse=True))
+        return self._project(select.apply_rope(o, cos, sin, inverse=True))
 
     def _project(self, o: Tensor) -> Tensor:
         """Grouped low-rank output: each group of heads has its own wo_a rows. o [N, heads, head_dim] -> [N, D]."""
         groups = o.flatten(1).unflatten(1, (self.groups, -1))  # [N, groups, heads / groups * head_dim]
-        wo_a = self.wo_a.dense().unflatten(0, (self.groups, -1))  # [groups, o_lora_rank, K]
-        z = torch.cat([linear(groups[:, g], wo_a[g]) for g in range(self.groups)], dim=1)  # [N, groups * o_lora_rank]
-        return quantized_linear(z, self.wo_b.dense())
+        # bf16 activations even in the official numerics: the release dequantises wo_a (spec 2.4, step 6)
+        z = torch.cat([select.project(groups[:, g], self.wo_a[g], rounded=False) for g in range(self.groups)], dim=1)
+        return select.project(z, self.wo_b, rounded=True)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.norm import rms_norm
 from deepinfer.model.batch import Batch, Chunk
 from deepinfer.model.block import Block
 from deepinfer.model.config import ModelConfig
@@ -32,7 +31,7 @@ class DeepseekV41:
 
     def __init__(self, config: ModelConfig, source: WeightSource, numerics: Numerics, tokenizer_file: Path) -> None:
         self.config, self.numerics, self.device = config, numerics, source.device
-        self.embed = source.matrix("embed")
+        self.embed = source.embedding("embed")
         self.blocks = [Block(config, source, layer, numerics) for layer in range(config.num_hidden_layers)]
         self.norm = source.vector("norm.weight")
         self.head = source.matrix("head")
@@ -60,7 +59,7 @@ class DeepseekV41:
 
     def _hidden(self, batch: Batch, state: StepState) -> Tensor:
         """Final normalised hidden states [N, D]."""
-        embedded = F.embedding(batch.token_ids, self.embed.dense()).to(self.numerics.dtype)
+        embedded = F.embedding(batch.token_ids, self.embed).to(self.numerics.dtype)
         stream = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)  # [N, copies, D]
         pre = torch.zeros(stream.shape[:2], device=self.device)
         pre[:, 0] = 1.0  # nothing has been mixed yet: the first sub-layer reads copy 0
@@ -69,7 +68,7 @@ class DeepseekV41:
         for block in self.blocks:
             stream, pre = block(stream, pre, rows.get(block.layer), state, selection)
         state.trace("stream_out", stream)
-        hidden = rms_norm(select.hyper_collapse(stream, pre), self.norm, self.config.rms_norm_eps)
+        hidden = select.hyper_collapse_norm(stream, pre, self.norm, self.config.rms_norm_eps)
         state.trace("final_hidden", hidden)
         return hidden
 
@@ -83,4 +82,4 @@ class DeepseekV41:
         return dict(zip(self.hashes.layers, rows, strict=True))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden.float(), self.head.dense())
+        return select.project(hidden.float(), self.head, rounded=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.norm import rms_norm
 from deepinfer.model.attention import Attention
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.engram import Engram
@@ -47,14 +46,14 @@ class Block:
         state.trace(f"{name}.stream_in", stream)
 
         hyper = self.hc_attn.coefficients(stream)
-        x = rms_norm(select.hyper_collapse(stream, pre), self.attn_norm, self.eps)
+        x = select.hyper_collapse_norm(stream, pre, self.attn_norm, self.eps)
         y = self.attention(x, state, selection)
         self._trace_part(state, f"{name}.hc_attn", hyper, f"{name}.attn", x, y)
         stream = select.hyper_expand(stream, y, hyper.post, hyper.comb)
         pre = hyper.pre
 
         hyper = self.hc_ffn.coefficients(stream)
-        x = rms_norm(select.hyper_collapse(stream, pre), self.ffn_norm, self.eps)
+        x = select.hyper_collapse_norm(stream, pre, self.ffn_norm, self.eps)
         y = self.experts(x, state)
         self._trace_part(state, f"{name}.hc_ffn", hyper, f"{name}.ffn", x, y)
         return select.hyper_expand(stream, y, hyper.post, hyper.comb), hyper.pre

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from deepinfer.kernels import select
 from deepinfer.kernels.reference.compressor import compress_pairs
-from deepinfer.kernels.reference.linear import linear
-from deepinfer.kernels.reference.norm import rms_norm
-from deepinfer.kernels.reference.rope import apply_rope
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.indexer import IndexKeys
 from deepinfer.model.numerics import Numerics
@@ -39,15 +37,16 @@ class Compressor:
             return
         cos, sin = state.compressed_rope(state.entry_positions(self.layer))
         keys = self.keys(latents, cos, sin)
-        kv = self.numerics.compressed_record(apply_rope(latents, cos, sin))
+        kv = self.numerics.compressed_record(select.apply_rope(latents, cos, sin))
         state.trace(f"layers.{self.layer}.compressed_kv", kv)
         state.trace(f"layers.{self.layer}.index_k", keys)
         state.write_entries(self.layer, kv, keys)
 
     def _latents(self, x: Tensor, state: StepState) -> Tensor:
         if self.wgate is None:
-            return rms_norm(linear(x, self.wkv.dense()), self.norm, self.eps)
+            return select.rms_norm(select.project(x, self.wkv, rounded=False), self.norm, self.eps)
         wide = x.float()  # ratio 2 projects, weighs and pools in float32 whatever the activations are
-        rows = torch.stack((linear(wide, self.wkv.dense()), linear(wide, self.wgate.dense())), dim=1)  # [N, 2, D]
+        values, gates = (select.project(wide, weight, rounded=False) for weight in (self.wkv, self.wgate))
+        rows = torch.stack((values, gates), dim=1)  # [N, 2, head_dim]
         first, second = state.close_pairs(self.layer, rows)
         return compress_pairs(first, second, self.norm, self.eps, self.numerics.dtype)

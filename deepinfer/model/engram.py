@@ -9,8 +9,8 @@ import torch
 from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor
 
+from deepinfer.kernels import select
 from deepinfer.kernels.reference.engram import engram_gate, engram_inject, ngram_rows
-from deepinfer.kernels.reference.linear import quantized_linear
 from deepinfer.model.config import ConfigError, ModelConfig
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
@@ -105,7 +105,7 @@ class Engram:
     def __call__(self, stream: Tensor, rows: Tensor, dead: Tensor | None) -> Tensor:
         """stream [N, copies, D], rows int64 [N, columns], dead bool [N] or None -> stream with the term added."""
         memory = self.table.rows(rows).to(stream.device, self.dtype).flatten(1)  # [N, columns * head_dim]
-        kv = quantized_linear(memory, self.wkv.dense())  # [N, (copies + 1) * D]
+        kv = select.project(memory, self.wkv, rounded=True)  # [N, (copies + 1) * D]
         keys, value = kv.unflatten(1, (self.copies + 1, -1)).split((self.copies, 1), dim=1)
         gate = engram_gate(stream, keys, self.gate_weight, self.eps)
         if dead is not None:

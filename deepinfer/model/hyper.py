@@ -21,17 +21,22 @@ class HyperConnection:
     """Coefficients of one sub-layer; `name` is hc_attn or hc_ffn."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, name: str) -> None:
-        self.copies, self.iterations = config.hc_mult, config.hc_sinkhorn_iters
+        self.iterations = config.hc_sinkhorn_iters
         self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
-        self.fn = source.vector(f"{prefix}.{name}_fn")
+        self.fn = source.vector(f"{prefix}.{name}_fn").t().contiguous()  # [copies * D, (2 + copies) * copies]
         self.scale = source.vector(f"{prefix}.{name}_scale")
         self.base = source.vector(f"{prefix}.{name}_base")
 
     def coefficients(self, stream: Tensor) -> HyperCoefficients:
         """stream [N, copies, D] as it enters the sub-layer."""
-        mixes = select.hyper_mixes(stream, self.fn, self.norm_eps)
         return HyperCoefficients(
             *select.hyper_coefficients(
-                mixes, self.scale, self.base, copies=self.copies, iterations=self.iterations, eps=self.eps
+                stream,
+                self.fn,
+                self.scale,
+                self.base,
+                iterations=self.iterations,
+                eps=self.eps,
+                norm_eps=self.norm_eps,
             )
         )

@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.kernels.reference.indexer import index_scores
-from deepinfer.kernels.reference.linear import linear, quantized_linear
-from deepinfer.kernels.reference.norm import rms_norm
-from deepinfer.kernels.reference.rope import apply_rope
+from deepinfer.kernels import select
 from deepinfer.kernels.reference.selection import candidate_mask, mask_to_indices, top_mask
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.numerics import Numerics
@@ -40,8 +37,8 @@ class IndexKeys:
 
     def __call__(self, latents: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Latents before RoPE [G, head_dim] and the rotation of their positions -> records [G, index_head_dim]."""
-        keys = rms_norm(linear(latents, self.wk.dense()), self.norm, self.eps)
-        return self.numerics.index_record(apply_rope(keys, cos, sin))
+        keys = select.rms_norm(select.project(latents, self.wk, rounded=False), self.norm, self.eps)
+        return self.numerics.index_record(select.apply_rope(keys, cos, sin))
 
 
 class Indexer:
@@ -64,24 +61,25 @@ class Indexer:
         """Choose entries for every row: x [N, D] and latent_query [N, q_lora_rank] are the attention's own input and
         query bottleneck. Updates `selection` in place."""
         assert self.kv_source is not None
-        queries = quantized_linear(latent_query, self.wq_b.dense()).unflatten(1, (self.heads, self.dim))
-        queries = self.numerics.index_record(apply_rope(queries, cos, sin))  # [N, heads, dim]
-        weights = linear(x, self.weights_proj.dense()) * self.scale  # [N, heads]
+        queries = select.project(latent_query, self.wq_b, rounded=True).unflatten(1, (self.heads, self.dim))
+        queries = self.numerics.index_record(select.apply_rope(queries, cos, sin))  # [N, heads, dim]
+        weights = select.project(x, self.weights_proj, rounded=False) * self.scale  # [N, heads]
         width = min(self.topk, max(1, int(state.visible(self.kv_source).max())))
         entries = torch.full((x.shape[0], width), -1, dtype=torch.int64, device=x.device)
         if self.publishes:
             selection.candidates = []
-        for number, (segment, keys) in enumerate(state.segments(self.kv_source)):
+        pool = state.key_pool(self.kv_source)
+        for number, segment in enumerate(state.segments(self.kv_source)):
             rows, visible = segment.rows, segment.visible  # [B, T]
-            most = keys.shape[1]
+            most = segment.key_rows.shape[1]
             limit = torch.arange(most, device=x.device) < visible.unsqueeze(-1)  # [B, T, M]
             allowed = selection.candidates[number] if self.filtered else None
             choose = most > self.topk  # otherwise everything visible is chosen and no score matters
             narrow = self.publishes and -(-most // self.config.candidate_block_size) > self.config.candidate_topk_blocks
             mask = limit if allowed is None else allowed
             if choose or narrow:
-                scores = index_scores(queries[rows], keys, weights[rows])
-                scores = scores.masked_fill(~limit, float("-inf")).flatten(0, 1)  # [B * T, M]
+                scores = select.index_scores(queries[rows], pool, segment.key_rows, weights[rows], visible)
+                scores = scores.flatten(0, 1)  # [B * T, M]
                 state.trace(f"layers.{self.layer}.index_score", scores)
                 if narrow:
                     kept = candidate_mask(

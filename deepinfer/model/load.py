@@ -8,21 +8,32 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from deepinfer.kernels import select
+from deepinfer.kernels.cpu.linear import PANEL, pack
+from deepinfer.kernels.weights import (
+    DenseWeight,
+    Experts,
+    Fp4Weight,
+    Fp8Weight,
+    LooseExperts,
+    PackedExperts,
+    PackedWeight,
+    Weight,
+)
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.engram_table import EngramTable
 from deepinfer.model.numerics import Numerics
-from deepinfer.model.parameters import DenseWeight, Fp4Weight, Fp8Weight, Weight
 from deepinfer.model.weights import CheckpointReader
 
-WEIGHT_FORMS = ("wide", "stored")
+WEIGHT_FORMS = ("auto", "packed", "wide", "stored")
 
 
 class CheckpointSource:
     """Hands the layers their tensors, one at a time, in the form asked for.
 
-    wide: every matrix becomes float32 once (what a CPU multiplies fastest). stored: FP8, FP4 and BF16 stay as they are
+    packed: bfloat16 panels for the CPU kernels, exact. wide: float32 once. stored: FP8, FP4 and BF16 stay as they are
     and are widened at each use (a quarter to an eighth of the memory, and slower). Peak memory is the weights handed
-    out so far plus the tensor being read.
+    out so far plus the tensor being read (two more copies of it while it is widened and packed).
     """
 
     def __init__(self, reader: CheckpointReader, form: str, device: torch.device, bar: tqdm) -> None:
@@ -37,17 +48,50 @@ class CheckpointSource:
     def vector(self, name: str) -> Tensor:
         return self._read(name).float()
 
-    def matrix(self, name: str) -> Weight:
-        spec = self._reader.spec(f"{name}.weight")
+    def embedding(self, name: str) -> Tensor:
+        return self._read(f"{name}.weight")
+
+    def _stored(self, name: str) -> DenseWeight | Fp8Weight | Fp4Weight:
         codes = self._read(f"{name}.weight")
-        weight: Weight
-        if spec.dtype == "BF16":
-            weight = DenseWeight(codes)
-        elif spec.dtype == "F8_E4M3":
-            weight = Fp8Weight(codes, self._read(f"{name}.scale"))
-        else:
-            weight = Fp4Weight(codes, self._read(f"{name}.scale"))
-        return weight if self._form == "stored" else DenseWeight(weight.dense())
+        if codes.dtype == torch.bfloat16:
+            return DenseWeight(codes)
+        scales = self._read(f"{name}.scale")
+        return Fp8Weight(codes, scales) if codes.dtype == torch.float8_e4m3fn else Fp4Weight(codes, scales)
+
+    def _formed(self, weight: Weight) -> Weight:
+        if self._form == "stored":
+            return weight
+        dense = weight.dense()
+        return PackedWeight(pack(dense), dense.shape[0]) if self._form == "packed" else DenseWeight(dense)
+
+    def matrix(self, name: str) -> Weight:
+        return self._formed(self._stored(name))
+
+    def grouped(self, name: str, groups: int) -> list[Weight]:
+        # .dense() once: FP8 tiles need not end where a group ends
+        rows = self._stored(name).dense().unflatten(0, (groups, -1))
+        if self._form == "stored":  # exact in bfloat16, twice the stored bytes
+            return [DenseWeight(part.to(torch.bfloat16)) for part in rows]
+        return [self._formed(DenseWeight(part)) for part in rows]
+
+    def experts(self, prefix: str, count: int) -> Experts:
+        names = [f"{prefix}.experts.{number}" for number in range(count)] + [f"{prefix}.shared_experts"]
+        if self._form == "packed":
+            return self._packed_experts(names)
+        bank = [(self.matrix(f"{n}.w1"), self.matrix(f"{n}.w3"), self.matrix(f"{n}.w2")) for n in names]
+        return LooseExperts(bank[:-1], bank[-1])
+
+    def _packed_experts(self, names: list[str]) -> PackedExperts:
+        spec = self._reader.spec(f"{names[-1]}.w2.weight")
+        width, inner = spec.shape
+        up = torch.empty(len(names), 2 * inner // PANEL, width, PANEL, dtype=torch.bfloat16)
+        down = torch.empty(len(names), width // PANEL, inner, PANEL, dtype=torch.bfloat16)
+        for number, name in enumerate(names):
+            half = inner // PANEL
+            up[number, :half] = pack(self._stored(f"{name}.w1").dense())
+            up[number, half:] = pack(self._stored(f"{name}.w3").dense())
+            down[number] = pack(self._stored(f"{name}.w2").dense())
+        return PackedExperts(up, down)
 
     def table(self, name: str) -> EngramTable:
         return self._reader.table(name)
@@ -58,18 +102,25 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     dtype: str = "float32",
-    weights: str = "wide",
+    weights: str = "auto",
     progress: bool = False,
 ) -> DeepseekV41:
     """Check and load the text backbone of a checkpoint directory in the official layout.
 
-    dtype: "float32" (nothing is rounded) or "bfloat16" (the release's numerics). weights: see CheckpointSource.
+    dtype: "float32" (nothing is rounded) or "bfloat16" (the release's numerics). weights:
+    packed, wide or stored (see CheckpointSource); auto: packed where the CPU kernels run, else wide.
     Raises ConfigError, CheckpointError (before any tensor is read, everything wrong in one message; NaN and Inf while
     reading), ValueError for an unknown dtype or form, FileNotFoundError without tokenizer.json.
     """
     if weights not in WEIGHT_FORMS:
         raise ValueError(f"weights {weights!r} is not one of {', '.join(WEIGHT_FORMS)}")
     numerics = Numerics.named(dtype)
+    twins = select.cpu_twins(torch.device(device), numerics.dtype)
+    if weights == "packed" and not twins:
+        reason = select.explain(torch.device(device), numerics.dtype)
+        raise ValueError(f"weights='packed' needs the CPU kernels: {reason}")
+    if weights == "auto":
+        weights = "packed" if twins else "wide"
     tokenizer_file = Path(path) / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise FileNotFoundError(f"{tokenizer_file} is missing: the Engram token map and all text depend on it")

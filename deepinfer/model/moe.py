@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.experts import expert_forward
 from deepinfer.kernels.reference.router import route
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.numerics import Numerics
-from deepinfer.model.parameters import Weight, WeightSource
+from deepinfer.model.parameters import WeightSource
 
 if TYPE_CHECKING:
     from deepinfer.model.state import StepState
@@ -28,24 +27,14 @@ class MixtureOfExperts:
         self.bias = source.vector(f"{prefix}.gate.bias")
         # text-only checkpoints carry no bias of their own for image tokens
         self.bias_vl = source.vector(f"{prefix}.gate.bias_vl") if config.vision else self.bias
-        self.experts = [self._expert(source, f"{prefix}.experts.{number}") for number in range(config.n_routed_experts)]
-        self.shared = self._expert(source, f"{prefix}.shared_experts")
-
-    @staticmethod
-    def _expert(source: WeightSource, prefix: str) -> tuple[Weight, Weight, Weight]:
-        return source.matrix(f"{prefix}.w1"), source.matrix(f"{prefix}.w3"), source.matrix(f"{prefix}.w2")
-
-    def _dense_expert(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        w1, w3, w2 = self.experts[number]
-        return w1.dense(), w3.dense(), w2.dense()
+        self.experts = source.experts(prefix, config.n_routed_experts)
 
     def __call__(self, x: Tensor, state: StepState) -> Tensor:
         """x [N, D], normalised -> [N, D]."""
         config = self.config
         bias = self.bias if state.dead is None else torch.where(state.dead.unsqueeze(1), self.bias_vl, self.bias)
         ids, weights, scores = route(
-            x,
-            self.gate.dense(),
+            select.project(x.float(), self.gate, rounded=False),
             bias,
             topk=config.num_experts_per_tok,
             scale=config.routed_scaling_factor,
@@ -55,7 +44,4 @@ class MixtureOfExperts:
         state.trace(f"layers.{self.layer}.ffn.router_ids", ids)
         state.trace(f"layers.{self.layer}.ffn.router_weights", weights)
         state.trace(f"layers.{self.layer}.ffn.router_scores", scores)
-        routed = select.routed_experts(x, ids, weights, self._dense_expert, config.swiglu_limit)
-        w1, w3, w2 = self.shared
-        shared = expert_forward(x, w1.dense(), w3.dense(), w2.dense(), config.swiglu_limit, None)
-        return (routed + shared.float()).to(self.numerics.dtype)
+        return select.moe(x, ids, weights, self.experts, config.swiglu_limit).to(self.numerics.dtype)

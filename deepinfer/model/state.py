@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -21,6 +21,9 @@ class Segment(Protocol):
     def rows(self) -> Tensor: ...
 
     @property
+    def key_rows(self) -> Tensor: ...
+
+    @property
     def visible(self) -> Tensor: ...
 
 
@@ -37,9 +40,10 @@ class CacheView(Protocol):
     def entry_positions(self, layer: int) -> Tensor: ...
     def write_entries(self, layer: int, kv: Tensor, keys: Tensor) -> None: ...
     def kv_pool(self, layer: int) -> Tensor: ...
+    def key_pool(self, layer: int) -> Tensor: ...
     def visible(self, layer: int) -> Tensor: ...
     def entry_rows(self, layer: int, entries: Tensor) -> Tensor: ...
-    def segments(self, layer: int) -> Iterator[tuple[Segment, Tensor]]: ...
+    def segments(self, layer: int) -> Sequence[Segment]: ...
     def token_history(self, live_ids: Tensor) -> Tensor: ...
 
 
@@ -81,7 +85,8 @@ class StepState:
         self.window_indices = view.window_indices
         self.stage_window, self.commit_window = view.stage_window, view.commit_window
         self.close_pairs, self.entry_positions = view.close_pairs, view.entry_positions
-        self.write_entries, self.kv_pool = view.write_entries, view.kv_pool
+        self.write_entries = view.write_entries
+        self.kv_pool, self.key_pool = view.kv_pool, view.key_pool
         self.visible, self.segments = view.visible, view.segments
 
     def compressed_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:

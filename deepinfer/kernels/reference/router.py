@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor, *, topk: int, scale: float, normalize: bool, gate_temp: float
+    logits: Tensor, bias: Tensor, *, topk: int, scale: float, normalize: bool, gate_temp: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, D], weight [E, D], bias float32 [E] or [N, E] -> expert ids int64 [N, k] (best first), weights float32
-    [N, k], scores float32 [N, E].
+    """logits float32 [N, E] (the gate's float32 product), bias float32 [E] or [N, E] -> expert ids int64 [N, k] (best
+    first), weights float32 [N, k], scores float32 [N, E].
 
     The bias is added for the choice alone; weights are the chosen scores, normalised by their sum + 1e-20 (a constant
     of the release, not the norm's eps) and scaled.
     """
-    scores = F.softplus(F.linear(x.float(), weight.float()) / gate_temp).sqrt()
+    scores = F.softplus(logits / gate_temp).sqrt()
     ids = torch.topk(scores + bias, topk, dim=-1).indices
     weights = scores.gather(-1, ids)
     if normalize:

@@ -1,0 +1,83 @@
+"""Compile the C++ sources once per machine and source version, and load them through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno")
+COMPILERS = ("g++", "c++", "clang++")
+TIMEOUT_S = 300  # a compile takes 5 to 20 seconds on a slow machine
+
+
+class Library(NamedTuple):
+    handle: ctypes.CDLL | None
+    explanation: str  # which compiler made it, or why there is none
+
+
+def _machine() -> str:
+    """What -march=native depends on: a library from another machine's cache must not be loaded."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _cache_folder() -> Path:
+    folder = Path.home() / ".cache" / "deepinfer" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="deepinfer-kernels-"))
+
+
+def _compile(compiler: str, target: Path) -> str | None:
+    """Build into `target`; -> None, or the start of what went wrong. The second try is without OpenMP: one thread."""
+    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    problem = None
+    for openmp in (("-fopenmp",), ("-Wno-unknown-pragmas",)):
+        descriptor, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
+        os.close(descriptor)
+        command = [compiler, *FLAGS, *openmp, "-o", name, *sources]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+            problem = None if done.returncode == 0 else done.stderr.strip()[:400]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+        if problem is None:
+            os.replace(name, target)  # atomic: several processes may build at once
+            return None
+        os.unlink(name)
+    return problem
+
+
+@functools.cache
+def library() -> Library:
+    """The compiled kernels, or the reason why there are none. Compiles at most once per process."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return Library(None, f"no C++ compiler found ({', '.join(COMPILERS)}); install one, e.g. the package g++")
+    text = "".join(path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cpp"))
+    key = hashlib.sha256("\n".join((text, compiler, *FLAGS, _machine())).encode()).hexdigest()[:24]
+    target = _cache_folder() / f"kernels-{key}.so"
+    if not target.exists():
+        problem = _compile(compiler, target)
+        if problem is not None:
+            return Library(None, f"{compiler} could not build the CPU kernels: {problem}")
+    try:
+        return Library(ctypes.CDLL(str(target)), f"CPU kernels built by {compiler}")
+    except OSError as error:
+        return Library(None, f"the CPU kernels could not be loaded: {error}")

@@ -1,0 +1,48 @@
+"""Matrix product with a weight packed in panels of 16 outputs, in bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.cpu.build import library
+
+PANEL = 16  # outputs side by side in memory, gemm.h's PANEL
+
+
+def pack(weight: Tensor) -> Tensor:
+    """float32 [N, K] -> bfloat16 [ceil(N / 16), K, 16]. ValueError when a value is not exact in bfloat16."""
+    narrow = weight.to(torch.bfloat16)
+    if not torch.equal(narrow.float(), weight.float()):
+        raise ValueError("a weight is not exact in bfloat16 and cannot be packed")
+    rows = -weight.shape[0] % PANEL
+    return F.pad(narrow, (0, 0, 0, rows)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+
+
+def unpack(packed: Tensor, rows: int) -> Tensor:
+    """The inverse of `pack`: -> float32 [rows, K]."""
+    return packed.transpose(1, 2).flatten(0, 1)[:rows].float()
+
+
+def linear_packed(x: Tensor, packed: Tensor, rows: int) -> Tensor:
+    """x float32 [M, K], last dimension contiguous, any row stride -> float32 [M, rows]."""
+    handle = library().handle
+    assert handle is not None and x.dtype == torch.float32 and x.dim() == 2
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape[0], rows)
+    handle.linear_packed(
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_int64(x.stride(0)),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        ctypes.c_void_p(packed.data_ptr()),
+        ctypes.c_int64(rows),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(rows),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+    return out
