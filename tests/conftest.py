@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        import torch
+    import torch
 
-        torch.set_num_threads(1)  # workers share the cores; more threads than cores make every one of them slow
+    # The models of the tests are too small to gain from threads, and workers of xdist share the cores: threads that
+    # wait for each other on a busy machine made the same tests ten times slower.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,249 @@
+"""The public interface on a real model: a random V4.1 with every mechanism, in float32."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from golden import golden_dir, load
+
+from deepinfer import LLM, InvalidRequestError, SamplingParams
+from deepinfer.engine.settings import resolve_settings
+from deepinfer.engine.sizing import fit
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+PROMPTS = [[0, *range(3, 60)], [0, 40, 41], [0, *range(200, 219)], [0, *([77, 78] * 70)]]
+SEEDED = [
+    GREEDY,
+    SamplingParams(seq_seed=1, max_tokens=4, top_p=0.9),
+    SamplingParams(seq_seed=2, max_tokens=4, n=2, frequency_penalty=0.5),
+    SamplingParams(seq_seed=3, max_tokens=4, top_k=20, min_p=0.01),
+]
+
+
+def ask(llm: LLM, prompts, params, **options):
+    return llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False, **options)
+
+
+def tokens(outputs):
+    return [[completion.token_id for completion in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def together(session_llm: LLM):
+    return ask(session_llm, PROMPTS, SEEDED)
+
+
+# -- speed never changes tokens ---------------------------------------------------------------------------------------
+
+
+def test_golden_greedy_tokens_and_logits() -> None:
+    """Text in one call equals what an independent float32 engine computed token by token."""
+    case = golden_dir() / "01-core-trace"
+    expected = load(case / "expected.safetensors")
+    prompts = json.loads((case / "prompts.json").read_text())["prompts"]
+    llm = LLM(case, verbose=False)
+    outputs = ask(llm, [p["ids"] for p in prompts], SamplingParams(temperature=0, max_tokens=16))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_id == expected[f"{prompt['name']}.decode_ids"].tolist()
+        logits, truth = llm.logits(prompt["ids"]), expected[f"{prompt['name']}.prefill_logits"]
+        assert logits.dtype == torch.float32 and logits.shape == truth.shape
+        assert (logits - truth).abs().max() < 1e-4 * truth.abs().max()
+
+
+def test_tokens_do_not_depend_on_batch_mates(llm, together) -> None:
+    for prompt, params, output in list(zip(PROMPTS, SEEDED, together, strict=True))[:3]:
+        assert tokens(ask(llm, [prompt], params)) == tokens([output])
+
+
+def test_tokens_do_not_depend_on_submission_order(llm, together) -> None:
+    assert tokens(ask(llm, PROMPTS[::-1], SEEDED[::-1])) == tokens(together)[::-1]
+
+
+def test_tokens_do_not_depend_on_chunk_size_slots_or_preemption(tiny_checkpoint: Path, llm, together) -> None:
+    small = LLM(
+        tiny_checkpoint, max_model_len=256, max_num_seqs=3, max_num_batched_tokens=101, num_blocks=3, verbose=False
+    )
+    assert tokens(ask(small, PROMPTS, SEEDED)) == tokens(together)
+    # 125 tokens each: both cross into a second block, and there are three
+    pair, params = [[0, *range(3, 127)], [0, *range(100, 224)]], GREEDY.with_changes(max_tokens=8)
+    assert tokens(ask(small, pair, params)) == tokens(ask(llm, pair, params))
+    assert small.engine.scheduler.num_preemptions > 0
+
+
+def test_same_seed_same_tokens_and_other_seed_other_tokens(llm) -> None:
+    params = [SamplingParams(seq_seed=s, max_tokens=3) for s in (7, 7, 8)]
+    first, second, third = tokens(ask(llm, PROMPTS[1:2] * 3, params))
+    assert first == second != third
+
+
+def test_a_script_repeats_itself_and_unseeded_requests_differ(tiny_checkpoint: Path) -> None:
+    runs = []
+    for _ in range(2):
+        llm = LLM(tiny_checkpoint, max_model_len=256, seed=3, verbose=False)
+        runs.append(tokens(ask(llm, PROMPTS[1:2] * 3, SamplingParams(max_tokens=2))))
+    assert runs[0] == runs[1]
+    assert len({tuple(t[0]) for t in runs[0]}) == 3
+
+
+def test_children_share_the_prompt_and_the_first_equals_n_1(llm) -> None:
+    params = SamplingParams(seq_seed=11, n=3, max_tokens=3)
+    (many,) = tokens(ask(llm, PROMPTS[:1], params))
+    (one,) = tokens(ask(llm, PROMPTS[:1], params.with_changes(n=1)))
+    assert many[0] == one[0]
+    assert len({tuple(t) for t in many}) == 3
+
+
+# -- what comes back --------------------------------------------------------------------------------------------------
+
+
+def test_output_holds_what_the_interface_names(llm) -> None:
+    (output,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=4, logprobs=2), use_tqdm=False)
+    completion = output.outputs[0]
+    assert output.prompt == "hello"
+    assert output.prompt_len == len(llm.tokenizer.encode_prompt("hello")) == len(output.prompt_token_ids)
+    assert completion.text == llm.tokenizer.decode(completion.token_id)
+    assert len(completion.token_id) == len(completion.token_logprobs) == len(completion.logprobs or []) == 4
+    assert completion.finish_reason == "length"
+    assert sum(completion.accept_tok) <= sum(completion.draft_tok)
+    assert output.cached_tokens == 0
+    assert min(output.metrics.queue or 0, output.metrics.ttft or 0, output.metrics.tbt or 0) >= 0
+
+
+def test_logprobs_are_those_of_the_full_forward_pass(llm) -> None:
+    prompt = PROMPTS[3]
+    (output,) = ask(llm, [prompt], GREEDY.with_changes(prompt_logprobs=2, logprobs=1))
+    completion = output.outputs[0]
+    truth = torch.log_softmax(llm.logits([*prompt, *completion.token_id]), -1)
+    entries = output.prompt_logprobs or []
+    assert entries[0] is None and len(entries) == len(prompt)
+    for position, entry in enumerate(entries[1:]):
+        assert entry is not None
+        assert entry[prompt[position + 1]] == pytest.approx(truth[position, prompt[position + 1]].item(), abs=1e-3)
+        assert list(entry.values())[:2] == sorted(entry.values(), reverse=True)[:2]
+    for i, (token, value) in enumerate(zip(completion.token_id, completion.token_logprobs, strict=True)):
+        row = truth[len(prompt) - 1 + i]
+        assert token == int(row.argmax())
+        assert value == pytest.approx(row[token].item(), abs=1e-3)
+
+
+def test_stream_yields_the_same_text_and_leaving_it_frees_everything(llm) -> None:
+    params = SamplingParams(seq_seed=5, max_tokens=3)
+    (output,) = llm.generate("abc", params, use_tqdm=False)
+    deltas = list(llm.stream("abc", params))
+    assert "".join(delta.text for delta in deltas) == output.outputs[0].text
+    assert deltas[-1].finish_reason == "length"
+    for _ in llm.stream(PROMPTS[0], params):
+        break  # the fixture checks that nothing is left
+
+
+def test_an_interrupted_call_frees_everything(llm, monkeypatch) -> None:
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ask(llm, PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert len(tokens(ask(llm, PROMPTS[1:2], GREEDY))[0][0]) == 4
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "prompts: is empty"),
+        ({"prompt_token_ids": []}, "prompt_token_ids: is empty"),
+        ({}, "give either prompts or prompt_token_ids"),
+        ({"prompts": ["a"], "prompt_token_ids": [[1]]}, "give either"),
+        ({"prompts": ["good", ""]}, "prompt 1, prompt: is empty"),
+        ({"prompts": ["good", 5]}, "prompt 1, prompt: must be a text or a list"),
+        ({"prompt_token_ids": [[3], []]}, "prompt 1, prompt_token_ids: is empty"),
+        ({"prompt_token_ids": [[3], [3, 512]]}, "prompt 1, prompt_token_ids: entry 1 must be"),
+        ({"prompt_token_ids": [[3], [502]]}, "prompt 1, prompt_token_ids: entry 0: id 502 stands for a picture"),
+        ({"prompt_token_ids": [[3] * 600]}, "prompt 0, prompt: has 600 tokens"),
+        ({"prompts": ["a", "b"], "sampling_params": [GREEDY]}, "sampling_params: 1 given for 2 prompts"),
+        ({"prompts": ["a"], "sampling_params": {"temperature": 0}}, "prompt 0, sampling_params: must be"),
+        ({"prompts": ["a"], "sampling_params": SamplingParams(stop_token_ids=[999])}, "prompt 0, stop_token_ids"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_bad_input_names_the_prompt_and_nothing_has_run(llm, monkeypatch, arguments, message) -> None:
+    monkeypatch.setattr(llm.model, "forward", lambda *_: pytest.fail("the engine ran"))
+    with pytest.raises(InvalidRequestError) as error:
+        llm.generate(**arguments, use_tqdm=False)
+    assert message in str(error.value)
+
+
+def test_logits_refuse_what_the_model_cannot_read(llm) -> None:
+    for bad in ([], [512], [-1]):
+        with pytest.raises(InvalidRequestError, match="token_ids"):
+            llm.logits(bad)
+    with pytest.raises(InvalidRequestError, match="more than the model's"):
+        llm.logits([3] * (llm.config.max_position_embeddings + 1))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("ep", 8), ("dp", 2), ("cp", 2), ("batch_invariant", True), ("dtype", "fp16"), ("device", "tpu"), ("nextn", -1),
+        ("gpu_memory_utilization", 0), ("max_model_len", 10**9), ("max_num_seqs", 0), ("max_num_batched_tokens", 1),
+        ("num_blocks", 0),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused_by_name(tiny_checkpoint: Path, argument: str, value: object) -> None:
+    with pytest.raises(ValueError, match=argument):
+        LLM(tiny_checkpoint, verbose=False, **{"max_model_len": 256, argument: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so asking for it is no error")
+def test_missing_cuda_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"device: 'cuda' cannot be used, .*; use device='cpu'"):
+        LLM("nowhere", device="cuda")
+
+
+def test_unreadable_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=str(tmp_path / "nothing")):
+        LLM(tmp_path / "nothing", verbose=False)
+
+
+def test_effective_settings_are_printed_with_what_is_not_in_force(tiny_checkpoint: Path, capsys) -> None:
+    LLM(tiny_checkpoint, device="cpu", max_model_len=256)
+    shown = capsys.readouterr().err
+    for part in ("device cpu, dtype float32", "context 256", "nextn 0 instead of 5", "prefix caching off", "seed 0"):
+        assert part in shown
+
+
+def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
+    options = {"context": 1 << 20, "max_num_seqs": 4, "max_num_batched_tokens": 64, "bytes_per_block": 1000}
+    config = fit(**options, max_model_len=None, memory=10_000)
+    assert (config.num_blocks, config.max_model_len) == (10, 1280)
+    with pytest.raises(ValueError, match="max_model_len <= 1280"):
+        fit(**options, max_model_len=2000, memory=10_000)
+    assert fit(**options, max_model_len=200, memory=10**9).num_blocks == 8  # 4 sequences of 2 blocks
+
+
+def test_environment_gives_the_defaults(monkeypatch) -> None:
+    options = {
+        "device": "auto", "dtype": "auto", "max_num_seqs": 4, "max_num_batched_tokens": None,
+        "gpu_memory_utilization": 0.85, "ep": 1, "dp": None, "cp": 1, "nextn": None, "enable_prefix_caching": False,
+        "batch_invariant": None,
+    }  # fmt: skip
+    monkeypatch.setenv("DEEPINFER_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", "0")
+    settings = resolve_settings(**options)
+    assert (settings.device.type, settings.dtype, settings.notes) == ("cpu", "float32", ())
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="batch_invariant"):
+        resolve_settings(**options)
+
+
+def test_decode_perplexity_comes_from_the_token_logprobs(llm) -> None:
+    (output,) = ask(llm, PROMPTS[:1], GREEDY)
+    values = output.outputs[0].token_logprobs
+    assert math.exp(-sum(values) / len(values)) >= 1
