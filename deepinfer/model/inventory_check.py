@@ -92,6 +92,8 @@ def _from_index(
         weight_map = json.loads((directory / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
         shards: dict[str, list[str]] = {}
         for tensor_name, file_name in weight_map.items():
+            if not isinstance(file_name, str):
+                raise TypeError(f"{tensor_name} is mapped to {file_name!r}")
             shards.setdefault(file_name, []).append(tensor_name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / INDEX_NAME} is damaged ({error!r}); download it again") from None

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -162,6 +163,30 @@ def test_index_that_leaves_the_directory_is_refused(shards: Path) -> None:
     content["weight_map"]["norm.weight"] = "../elsewhere.safetensors"
     index.write_text(json.dumps(content))
     assert "outside the checkpoint directory" in refusal(shards)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": []}}', "\0"]
+)
+def test_damaged_index_is_refused(shards: Path, text: str) -> None:
+    (shards / "model.safetensors.index.json").write_text(text)
+    assert "index.json is damaged" in refusal(shards)
+
+
+def test_damaged_header_never_escapes_as_another_error(one: Path) -> None:
+    file = one / "model.safetensors"
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    random = Random(0)
+    for _ in range(60):
+        damaged = bytearray(raw)
+        for _ in range(random.choice([1, 2, 5])):
+            damaged[random.randrange(8 + length)] = random.choice(b'0123456789-.e[]{}",:\xff\x00')
+        file.write_bytes(damaged)
+        try:
+            CheckpointReader(one).close()
+        except CheckpointError:
+            continue
 
 
 def test_index_that_disagrees_with_the_shards_is_refused(shards: Path) -> None:

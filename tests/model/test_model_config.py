@@ -201,6 +201,20 @@ def test_preset_refuses_a_cut_that_leaves_no_model() -> None:
         preset("huge")
 
 
+@pytest.mark.parametrize("section", ["text_config", "vision_config", "quantization_config", None])
+def test_no_value_of_any_field_escapes_as_another_error(section: str | None) -> None:
+    base = tiny().to_dict()
+    odd = [None, -1, 0, 1.5, "x", [], {}, True, [1, "a"], 10**30, float("inf"), float("nan"), [[1]], [-1], [10**20]]
+    for name in base[section] if section else base:
+        for value in odd:
+            changed = put(base, f"{section}.{name}" if section else name, value)
+            try:
+                ModelConfig.from_dict(changed)
+            except ConfigError as error:
+                assert name in str(error) or section is None
+            # anything else fails the test
+
+
 def test_broken_file_is_reported_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.from_dir(tmp_path)
