@@ -1,0 +1,120 @@
+"""Offline inference: a few sample prompts as one batch. `make run` runs this.
+
+For each prompt one line:
+DP 0; INPUT: '...'; OUTPUT: '...'; output_tokens=...; accept_rate=...; decode_ppl=...
+
+accept_rate is accepted over drafted tokens, N/A without drafting. decode_ppl is exp of the mean negative
+log-probability that the model itself gave to the tokens it generated.
+"""
+
+import argparse
+import math
+
+from deepinfer import LLM, CompletionOutput, SamplingParams
+from deepinfer.codec.chat_template import Message, render_text
+
+ENGLISH = "The old lighthouse stood at the edge of the village, and every evening"
+PYTHON = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
+CHAT = [Message("system", "You are a helpful assistant."), Message("user", "What is the capital of France?")]
+LONG_TOKENS = 1500
+LONG_CONTEXT = (16_389, 4_096)  # prompt and output tokens of the vendor's --long_context run
+THINGS = ["a brass key", "three blue marbles", "a folded map", "an empty bottle", "a silver coin", "a box of matches"]
+SHOWN = 120  # characters of a prompt that are printed
+
+
+def long_prompt(llm: LLM, tokens: int) -> str:
+    """A list of facts of about `tokens` tokens, and a question about one in its first half."""
+    lines = ["A list of drawers and what each of them holds."]
+    question = "\nQuestion: what does drawer 7 hold?\nAnswer: drawer 7 holds"
+    per_line = len(llm.tokenizer.encode_text("\nDrawer 100 holds three blue marbles."))
+    for number in range(1, max(8, (tokens - 40) // per_line) + 1):
+        lines.append(f"Drawer {number} holds {THINGS[number * 5 % len(THINGS)]}.")
+    return "\n".join(lines) + question
+
+
+def shortened(text: str) -> str:
+    """The text, cut in the middle if it is long."""
+    half = SHOWN // 2
+    return text if len(text) <= SHOWN else f"{text[:half]} ... {text[-half:]}"
+
+
+def accept_rate(completion: CompletionOutput) -> str:
+    drafted = sum(completion.draft_tok)
+    return f"{sum(completion.accept_tok) / drafted:.3f}" if drafted else "N/A"
+
+
+def decode_ppl(completion: CompletionOutput) -> str:
+    if not completion.token_logprobs:
+        return "N/A"
+    return f"{math.exp(-sum(completion.token_logprobs) / len(completion.token_logprobs)):.3f}"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model_name", "--model", help="directory, hub id or nano; default DEEPINFER_HF_MODEL_DIR or nano"
+    )
+    parser.add_argument("--max_tokens", type=int, default=64, help="longest output in tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
+    parser.add_argument("--top_p", type=float, default=1.0, help="choose among tokens whose probabilities sum to this")
+    parser.add_argument("--top_k", type=int, default=0, help="choose among the k most likely tokens; 0 = all")
+    parser.add_argument("--sampler_force_topk", type=int, help="cap on top_k")
+    parser.add_argument("--seq_seed", type=int, help="seed of every prompt's random stream")
+    parser.add_argument("--nextn", type=int, help="drafted tokens per step; not built yet, 0 is in force")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument("--max_model_len", type=int, help="longest prompt plus output in tokens")
+    parser.add_argument("--max_num_seqs", type=int, default=8, help="sequences computed at once")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts; only 1 is built")
+    parser.add_argument("--dp", type=int, help="data-parallel ranks; only 1 is built")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that split a prompt; only 1 is built")
+    parser.add_argument("--disable_eplb", action="store_true", help="no expert re-balancing; one rank has none anyway")
+    parser.add_argument("--long_context", action="store_true", help="one prompt of 16,389 tokens, 4,096 tokens out")
+    parser.add_argument("--check_structured_output", action="store_true", help="not built yet; refused")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.check_structured_output:
+        raise SystemExit("error: check_structured_output: structured output is not built yet; leave the flag out")
+    top_k = options.top_k
+    if options.sampler_force_topk is not None:
+        top_k = min(top_k if top_k > 0 else options.sampler_force_topk, options.sampler_force_topk)
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=top_k,
+        max_tokens=LONG_CONTEXT[1] if options.long_context else options.max_tokens,
+        seq_seed=options.seq_seed,
+    )
+    llm = LLM(
+        options.model_name,
+        device=options.device,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        nextn=options.nextn,
+        ep=options.ep,
+        dp=options.dp,
+        cp=options.cp,
+    )
+    if options.long_context:
+        prompts = [long_prompt(llm, LONG_CONTEXT[0])]
+    else:
+        room = llm.engine_config.max_model_len - options.max_tokens  # a small test model has less than 1,500 tokens
+        prompts = [ENGLISH, PYTHON, render_text(CHAT), long_prompt(llm, min(LONG_TOKENS, room - 100))]
+    for output in llm.generate(prompts, params):
+        for completion in output.outputs:
+            print(
+                f"DP 0; INPUT: {shortened(output.prompt or '')!r}; OUTPUT: {completion.text!r}; "
+                f"output_tokens={len(completion.token_id)}; accept_rate={accept_rate(completion)}; "
+                f"decode_ppl={decode_ppl(completion)}"
+            )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
