@@ -3,9 +3,8 @@
 So a draw does not know the batch, the step, the rank or how often it was asked for: a request that is preempted,
 moved, or decoded with drafts sees the same noise at the same position (spec/dspark.md section 10).
 
-The generator is Philox-4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-Key = the 64-bit seed. Counter words = (vocabulary id // 2, slot, position, stream). One call gives four 32-bit words:
-two for the even id of the pair, two for the odd one.
+The generator is Philox-4x32-10 (kernels/philox.py). Key = the 64-bit seed. Counter words = (vocabulary id // 2, slot,
+position, stream). One call gives four 32-bit words: two for the even id of the pair, two for the odd one.
 """
 
 import secrets
@@ -14,10 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+from deepinfer.kernels.philox import MASK, philox
 
 
 class Stream(IntEnum):
@@ -30,21 +26,9 @@ class Stream(IntEnum):
     REQUEST = 4  # seeds of requests that did not bring one
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox-4x32-10. All inputs int64 holding 32-bit words, broadcastable; returns four int64 tensors of words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # 32 x 32 -> 64 bits wraps in int64, but both halves survive: the shift is masked back to 32 bits.
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
-
-
 def split_seeds(seeds: list[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """64-bit seeds as two int64 tensors [n] of 32-bit words (low, high)."""
-    words = torch.tensor([[s & _MASK, s >> 32] for s in seeds], dtype=torch.int64, device=device)
+    words = torch.tensor([[s & MASK, s >> 32] for s in seeds], dtype=torch.int64, device=device)
     return words[:, 0], words[:, 1]
 
 
@@ -62,7 +46,7 @@ def uniforms(
     row = (slice(None), None)
     fixed = torch.tensor([slot, int(stream)], dtype=torch.int64, device=positions.device)
     words = philox(
-        (pairs.expand(rows, -1), fixed[0], positions[row] & _MASK, fixed[1]),
+        (pairs.expand(rows, -1), fixed[0], positions[row] & MASK, fixed[1]),
         (key[0][row], key[1][row]),
     )
     even, odd = _to_unit(words[0], words[1]), _to_unit(words[2], words[3])
@@ -72,17 +56,19 @@ def uniforms(
 
 
 def gumbel(key: tuple[Tensor, Tensor], positions: Tensor, ids: Tensor | None, width: int) -> Tensor:
-    """Standard Gumbel noise of the TARGET stream, float64 [rows, width]; arguments as in `uniforms`.
+    """Standard Gumbel noise of the TARGET stream, float32 [rows, width]; arguments as in `uniforms`.
 
-    -log(-log(1 - u)) with log1p: the large values, which decide the argmax, come from u near 0, where float64 is
-    finest (down to 2**-53, so noise reaches 36.7 in steps far below any logit's own rounding).
+    -log(-log(1 - u)) with log1p: the large values, which decide the argmax, come from u near 0, where a floating-point
+    number is finest (u goes down to 2**-53, so noise reaches 36.7). Float32 logarithms cost a quarter of float64 ones
+    and their rounding, 1e-7 of the value, is that of the logits themselves; u is kept below 1, which they would reach.
     """
-    return -torch.log(-torch.log1p(-uniforms(key, Stream.TARGET, positions, ids, width)))
+    u = uniforms(key, Stream.TARGET, positions, ids, width).float().clamp_(max=1 - 2.0**-24)
+    return torch.log_(torch.log1p_(u.neg_()).neg_()).neg_()
 
 
 def derive_seed(seed: int, stream: Stream, index: int) -> int:
     """A 64-bit seed that belongs to number `index` of `stream` under `seed`."""
-    words = torch.tensor([index & _MASK, index >> 32, 0, int(stream)], dtype=torch.int64)
+    words = torch.tensor([index & MASK, index >> 32, 0, int(stream)], dtype=torch.int64)
     low, high = split_seeds([seed])
     out = philox((words[0], words[1], words[2], words[3]), (low[0], high[0]))
     return int(out[0]) | int(out[1]) << 32

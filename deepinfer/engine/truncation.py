@@ -14,19 +14,33 @@ _FIRST_LOOK = 1024
 def ranked(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The `width` best of each row by (logit descending, id ascending): values float32 and ids int64, [rows, width].
 
-    Packs the order-preserving integer of a float32 above the complement of its id into one int64: all keys differ, so
-    topk has no ties to break.
+    A float top-k takes any of the equal values at its border and lists equal ones in any order. Putting what it took in
+    id order before a stable sort settles the second; the first shows as one more equal value outside, and then those
+    rows are ranked by keys that are all different.
     """
-    bits = (
-        (logits.float() + 0.0).view(torch.int32).long()
-    )  # + 0.0 turns -0.0 into 0.0: they are equal, so their keys are
-    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     vocab = logits.shape[-1]
-    ids = torch.arange(vocab, device=logits.device)
-    keys = (ordered << 32) | (0xFFFFFFFF - ids)
-    best = torch.topk(keys, min(width, vocab), dim=-1).values
-    best_ids = 0xFFFFFFFF - (best & 0xFFFFFFFF)
-    return logits.gather(-1, best_ids), best_ids
+    width = min(width, vocab)
+    if width > vocab // 4:  # selecting so many costs more than sorting all
+        values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+        return values[:, :width], ids[:, :width]
+    ids = torch.topk(logits, min(width + 1, vocab), dim=-1).indices
+    last = logits.gather(-1, ids[:, width - 1 :])  # the last one taken and, if there is one, the first one left
+    ids = ids[:, :width].sort(-1).values
+    values, order = torch.sort(logits.gather(-1, ids), dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, order)
+    tied = last[:, 0] == last[:, -1] if last.shape[-1] > 1 else torch.zeros_like(last[:, 0], dtype=torch.bool)
+    if bool(tied.any()):
+        ids[tied] = _ranked_by_keys(logits[tied], width)
+        values = logits.gather(-1, ids)
+    return values, ids
+
+
+def _ranked_by_keys(logits: Tensor, width: int) -> Tensor:
+    """Ids of `ranked`, from int64 keys: the order-preserving integer of the float32 above the id's complement."""
+    bits = (logits.float() + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0, to which it is equal
+    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    keys = (ordered << 32) | (0xFFFFFFFF - torch.arange(logits.shape[-1], device=logits.device))
+    return 0xFFFFFFFF - (torch.topk(keys, width, dim=-1).values & 0xFFFFFFFF)
 
 
 def truncate(logits: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:

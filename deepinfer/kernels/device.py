@@ -6,7 +6,7 @@ import torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" (CUDA if there is a device, else CPU), "cpu", "cuda" or "cuda:N". ValueError with the reason otherwise."""
+    """The device of "auto" (CUDA if there is one, else CPU), "cpu", "cuda" or "cuda:N". ValueError with the reason."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

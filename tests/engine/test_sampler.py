@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from deepinfer.engine.penalties import TokenHistory
-from deepinfer.engine.random_streams import Stream, child_seed, gumbel, philox, split_seeds, uniforms
+from deepinfer.engine.random_streams import Stream, child_seed, gumbel, split_seeds, uniforms
 from deepinfer.engine.sampler import SampleRow, sample
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.truncation import ranked, truncate
+from deepinfer.kernels.philox import philox, rounds_torch
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -3.0, -torch.inf])
 DRAWS = 8000
@@ -54,8 +55,16 @@ KNOWN = [  # Random123's known-answer file for philox4x32-10: counter, key, outp
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_philox_gives_the_published_answers(counter, key, expected) -> None:
-    words = philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
-    assert tuple(int(word) for word in words) == expected
+    state = tuple(map(torch.tensor, (*counter, *key)))
+    assert tuple(int(word) for word in philox(state[:4], state[4:])) == expected
+    assert tuple(int(word) for word in rounds_torch(state)) == expected
+
+
+def test_both_versions_of_philox_give_the_same_words() -> None:
+    state = [torch.randint(0, 1 << 32, (5, 7), generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    state[4] = state[4][:, :1].expand(5, 7)  # keys: one per row, and one per counter
+    for got, expected in zip(philox(tuple(state[:4]), tuple(state[4:])), rounds_torch(tuple(state)), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_noise_knows_only_seed_position_and_id() -> None:
@@ -144,6 +153,10 @@ def test_ranking_puts_equal_logits_in_id_order() -> None:
     values, ids = ranked(torch.tensor([[0.0, 5.0, -0.0, 5.0, -torch.inf, -1.0]]), 6)
     assert ids.tolist() == [[1, 3, 0, 2, 5, 4]]
     assert values.tolist() == [[5.0, 5.0, 0.0, 0.0, -1.0, -math.inf]]
+    rows = torch.randint(0, 4, (20, 30), generator=torch.Generator().manual_seed(3)).float()  # ties everywhere
+    for width in range(1, 31):
+        for row, got in zip(rows.tolist(), ranked(rows, width)[1].tolist(), strict=True):
+            assert got == sorted(range(30), key=lambda v: (-row[v], v))[:width]
 
 
 # -- rows of a batch --------------------------------------------------------------------------------------------------
