@@ -507,8 +507,7 @@ def test_router_choice_is_equal_and_scores_and_weights_within_2e_6(draw: str) ->
     x, y = vector("router", draw)
     bias = torch.where(x["image_mask"].bool().unsqueeze(-1), x["bias_vl"], x["bias"])  # by row
     ids, weights, scores = router.route(
-        x["x"],
-        x["weight"],
+        linear.linear(x["x"].float(), x["weight"]),
         bias,
         topk=x["topk"].item(),
         scale=x["route_scale"].item(),
@@ -526,8 +525,7 @@ def test_router_with_one_bias_for_all_rows_serves_text(draw: str) -> None:
     text = ~x["image_mask"].bool()
     assert text.any()
     ids, _, _ = router.route(
-        x["x"][text],
-        x["weight"],
+        linear.linear(x["x"][text].float(), x["weight"]),
         x["bias"],
         topk=x["topk"].item(),
         scale=x["route_scale"].item(),
