@@ -14,7 +14,18 @@ from torch import Tensor
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.cpu.build import library
 from deepinfer.kernels.cpu.linear import linear_packed
-from deepinfer.kernels.reference import attention, experts, hyper, indexer, norm, rope
+from deepinfer.kernels.reference import (
+    attention,
+    compressor,
+    engram,
+    experts,
+    hyper,
+    indexer,
+    norm,
+    rope,
+    router,
+    selection,
+)
 from deepinfer.kernels.reference.linear import linear, quantized_linear
 from deepinfer.kernels.weights import Experts, PackedExperts, PackedWeight, Weight
 
@@ -123,3 +134,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
     return (cpu.apply_rope if _fast(x) else rope.apply_rope)(x, cos, sin, inverse=inverse)
+
+
+def engram_inject(stream: Tensor, kv: Tensor, weight: Tensor, dead: Tensor | None, eps: float) -> Tensor:
+    """stream [N, copies, D], kv [N, (copies + 1) * D] (keys, then the value), weight [copies, D], dead bool [N] or None
+    -> the stream with the gated value added to every copy of every live token."""
+    copies = stream.shape[1]
+    if copies == 4 and _fast(stream):
+        return cpu.engram_inject(stream, kv, weight, dead, eps)
+    keys, value = kv.unflatten(1, (copies + 1, -1)).split((copies, 1), dim=1)
+    gate = engram.engram_gate(stream, keys, weight, eps)
+    if dead is not None:
+        gate = gate.masked_fill(dead.unsqueeze(1), 0.0)
+    return engram.engram_inject(stream, gate, value.squeeze(1))
+
+
+def compress_pairs(first: Tensor, second: Tensor, norm_weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float32 and _fast(first):
+        return cpu.compress_pairs(first, second, norm_weight, eps)
+    return compressor.compress_pairs(first, second, norm_weight, eps, dtype)
+
+
+def route(
+    logits: Tensor, bias: Tensor, *, topk: int, scale: float, normalize: bool, gate_temp: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = cpu.route if cpu_twins(logits.device, logits.dtype) else router.route
+    return run(logits, bias, topk=topk, scale=scale, normalize=normalize, gate_temp=gate_temp)
+
+
+def top_entries(scores: Tensor, k: int) -> Tensor:
+    """scores float32 [N, M], -inf = not selectable -> int64 [N, k] the k best positions, ascending, -1 = empty."""
+    run = cpu.top_entries if cpu_twins(scores.device, scores.dtype) else selection.top_entries
+    return run(scores, k)

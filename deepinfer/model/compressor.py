@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.compressor import compress_pairs
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.indexer import IndexKeys
 from deepinfer.model.numerics import Numerics
@@ -49,4 +48,4 @@ class Compressor:
         values, gates = (select.project(wide, weight, rounded=False) for weight in (self.wkv, self.wgate))
         rows = torch.stack((values, gates), dim=1)  # [N, 2, head_dim]
         first, second = state.close_pairs(self.layer, rows)
-        return compress_pairs(first, second, self.norm, self.eps, self.numerics.dtype)
+        return select.compress_pairs(first, second, self.norm, self.eps, self.numerics.dtype)

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.engram import engram_gate, engram_inject, ngram_rows
+from deepinfer.kernels.reference.engram import ngram_rows
 from deepinfer.model.config import ConfigError, ModelConfig
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
@@ -97,7 +97,7 @@ class Engram:
     """The injection before one block. The table stays on disk; everything else is a weight like any other."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, numerics: Numerics) -> None:
-        self.copies, self.eps, self.dtype = config.hc_mult, config.rms_norm_eps, numerics.dtype
+        self.eps, self.dtype = config.rms_norm_eps, numerics.dtype
         self.table = source.table(f"{prefix}.engram.embed")
         self.wkv = source.matrix(f"{prefix}.engram.wkv")
         self.gate_weight = source.vector(f"{prefix}.engram.q_weight") * source.vector(f"{prefix}.engram.k_weight")
@@ -106,8 +106,4 @@ class Engram:
         """stream [N, copies, D], rows int64 [N, columns], dead bool [N] or None -> stream with the term added."""
         memory = self.table.rows(rows).to(stream.device, self.dtype).flatten(1)  # [N, columns * head_dim]
         kv = select.project(memory, self.wkv, rounded=True)  # [N, (copies + 1) * D]
-        keys, value = kv.unflatten(1, (self.copies + 1, -1)).split((self.copies, 1), dim=1)
-        gate = engram_gate(stream, keys, self.gate_weight, self.eps)
-        if dead is not None:
-            gate = gate.masked_fill(dead.unsqueeze(1), 0.0)
-        return engram_inject(stream, gate, value.squeeze(1))
+        return select.engram_inject(stream, kv, self.gate_weight, dead, self.eps)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.selection import candidate_mask, mask_to_indices, top_mask
+from deepinfer.kernels.reference.selection import candidate_mask
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
@@ -24,7 +23,7 @@ class Selection:
     """What index sources hand to the layers after them in one step."""
 
     entries: Tensor | None = None  # int64 [N, K] chosen entries, ascending, -1 = empty
-    candidates: list[Tensor | None] = field(default_factory=list)  # per segment bool [B, T, M]; None = all visible
+    candidates: list[Tensor | None] = field(default_factory=list)  # per segment bool [rows, M]; None = all visible
 
 
 class IndexKeys:
@@ -61,6 +60,7 @@ class Indexer:
         """Choose entries for every row: x [N, D] and latent_query [N, q_lora_rank] are the attention's own input and
         query bottleneck. Updates `selection` in place."""
         assert self.kv_source is not None
+        config = self.config
         queries = select.project(latent_query, self.wq_b, rounded=True).unflatten(1, (self.heads, self.dim))
         queries = self.numerics.index_record(select.apply_rope(queries, cos, sin))  # [N, heads, dim]
         weights = select.project(x, self.weights_proj, rounded=False) * self.scale  # [N, heads]
@@ -72,30 +72,25 @@ class Indexer:
         for number, segment in enumerate(state.segments(self.kv_source)):
             rows, visible = segment.rows, segment.visible  # [B, T]
             most = segment.key_rows.shape[1]
-            limit = torch.arange(most, device=x.device) < visible.unsqueeze(-1)  # [B, T, M]
             allowed = selection.candidates[number] if self.filtered else None
-            choose = most > self.topk  # otherwise everything visible is chosen and no score matters
-            narrow = self.publishes and -(-most // self.config.candidate_block_size) > self.config.candidate_topk_blocks
-            mask = limit if allowed is None else allowed
-            if choose or narrow:
-                scores = select.index_scores(queries[rows], pool, segment.key_rows, weights[rows], visible)
-                scores = scores.flatten(0, 1)  # [B * T, M]
-                state.trace(f"layers.{self.layer}.index_score", scores)
-                if narrow:
-                    kept = candidate_mask(
-                        scores,
-                        visible.flatten(),
-                        block_size=self.config.candidate_block_size,
-                        topk_blocks=self.config.candidate_topk_blocks,
-                    )
-                    selection.candidates.append(kept.view_as(limit))
-                if allowed is not None:
-                    scores = scores.masked_fill(~allowed.flatten(0, 1), float("-inf"))
-                mask = top_mask(scores, self.topk).view_as(limit)
-            if self.publishes and not narrow:
+            narrow = self.publishes and -(-most // config.candidate_block_size) > config.candidate_topk_blocks
+            if self.publishes:
                 selection.candidates.append(None)
-            chosen = mask_to_indices(mask.flatten(0, 1), min(self.topk, most)) if most else entries[:0]
-            if most:
-                entries[rows.flatten()] = F.pad(chosen, (0, width - chosen.shape[1]), value=-1)
+            if most <= self.topk:  # everything visible is chosen, no score matters
+                chosen = torch.arange(width, device=x.device).expand(rows.numel(), width)
+                entries[rows.flatten()] = chosen.masked_fill(chosen >= visible.reshape(-1, 1), -1)
+                continue
+            scores = select.index_scores(queries[rows], pool, segment.key_rows, weights[rows], visible).flatten(0, 1)
+            state.trace(f"layers.{self.layer}.index_score", scores)  # [B * T, M], -inf where not visible
+            if narrow:
+                selection.candidates[number] = candidate_mask(
+                    scores,
+                    visible.flatten(),
+                    block_size=config.candidate_block_size,
+                    topk_blocks=config.candidate_topk_blocks,
+                )
+            if allowed is not None:
+                scores = scores.masked_fill(~allowed, float("-inf"))
+            entries[rows.flatten()] = select.top_entries(scores, self.topk)
         selection.entries = entries
         state.trace(f"layers.{self.layer}.topk", entries)

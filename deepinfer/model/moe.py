@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.router import route
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
@@ -33,7 +32,7 @@ class MixtureOfExperts:
         """x [N, D], normalised -> [N, D]."""
         config = self.config
         bias = self.bias if state.dead is None else torch.where(state.dead.unsqueeze(1), self.bias_vl, self.bias)
-        ids, weights, scores = route(
+        ids, weights, scores = select.route(
             select.project(x.float(), self.gate, rounded=False),
             bias,
             topk=config.num_experts_per_tok,

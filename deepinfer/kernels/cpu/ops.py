@@ -88,3 +88,35 @@ def index_scores(queries: Tensor, pool: Tensor, key_rows: Tensor, weights: Tenso
     inputs = (queries.contiguous(), weights.contiguous(), visible.contiguous(), pool, key_rows.contiguous())
     call("index_scores_f32", *inputs, batch, rows, heads, size, key_rows.shape[1], out)
     return out
+
+
+def engram_inject(stream: Tensor, kv: Tensor, weight: Tensor, dead: Tensor | None, eps: float) -> Tensor:
+    """Gate and injection in one pass: stream [N, 4, D], kv [N, 5 D] (keys, then the value), dead bool [N] or None."""
+    out = torch.empty_like(stream)
+    mask = None if dead is None else dead.contiguous()
+    call("engram_inject_f32", stream, kv.contiguous(), weight, mask, stream.shape[0], stream.shape[2], float(eps), out)
+    return out
+
+
+def compress_pairs(first: Tensor, second: Tensor, norm: Tensor, eps: float) -> Tensor:
+    out = torch.empty(first.shape[0], first.shape[2])
+    call("compress_pairs_f32", first.contiguous(), second.contiguous(), norm, *out.shape, float(eps), out)
+    return out
+
+
+def route(
+    logits: Tensor, bias: Tensor, *, topk: int, scale: float, normalize: bool, gate_temp: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, count = logits.shape
+    ids, weights = torch.empty(rows, topk, dtype=torch.int64), torch.empty(rows, topk)
+    scores = torch.empty_like(logits)
+    stride = 0 if bias.dim() == 1 else count
+    options = (topk, float(scale), int(normalize), float(gate_temp))
+    call("route_f32", logits, bias.contiguous(), stride, rows, count, *options, ids, weights, scores)
+    return ids, weights, scores
+
+
+def top_entries(scores: Tensor, k: int) -> Tensor:
+    entries = torch.empty(scores.shape[0], k, dtype=torch.int64)
+    call("top_entries_f32", scores.contiguous(), *scores.shape, k, entries)
+    return entries

@@ -44,3 +44,8 @@ def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blo
     forced[torch.arange(rows, device=scores.device), newest] = has_any
     kept = top_mask(block_scores.masked_fill(forced, float("inf")), topk_blocks)
     return kept.repeat_interleave(block_size, dim=-1)[:, :entries] & ~scores.isneginf()
+
+
+def top_entries(scores: Tensor, k: int) -> Tensor:
+    """scores float32 [N, M], -inf = not selectable -> int64 [N, k] the k best positions, ascending, -1 = empty."""
+    return mask_to_indices(top_mask(scores, k), k)

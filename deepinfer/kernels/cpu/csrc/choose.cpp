@@ -1,0 +1,59 @@
+// Choices: the experts of a token and the entries of a query. Ties go to the lower index.
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <vector>
+#include "common.h"
+
+// logits [N, E]; bias [E], or [N, E] with bias_stride E; ids, weights [N, topk] best first; scores [N, E].
+extern "C" void route_f32(const float* logits, const float* bias, int64_t bias_stride, int64_t N, int64_t E, int64_t topk,
+                          float scale, int64_t normalize, float temperature, int64_t* ids, float* weights, float* scores,
+                          int threads) {
+  for (int64_t n = 0; n < N; ++n) {
+    float* s = scores + n * E;
+    for (int64_t e = 0; e < E; ++e) {
+      float z = logits[n * E + e] / temperature;
+      s[e] = std::sqrt(z > 20.0f ? z : std::log1p(std::exp(z)));  // softplus; beyond 20 it is z to the last bit but one
+    }
+    float total = 0.0f;
+    for (int64_t k = 0; k < topk; ++k) {
+      int64_t best = -1;
+      float high = -std::numeric_limits<float>::infinity();
+      for (int64_t e = 0; e < E; ++e) {
+        float biased = s[e] + bias[n * bias_stride + e];
+        if (biased > high && std::find(ids + n * topk, ids + n * topk + k, e) == ids + n * topk + k) high = biased, best = e;
+      }
+      ids[n * topk + k] = best;
+      total += weights[n * topk + k] = s[best];
+    }
+    for (int64_t k = 0; k < topk; ++k) weights[n * topk + k] *= normalize ? scale / (total + 1e-20f) : scale;
+  }
+  (void)threads;
+}
+
+// scores [R, M], -inf = not selectable -> entries [R, k]: the k best positions in ascending order, then -1.
+extern "C" void top_entries_f32(const float* scores, int64_t R, int64_t M, int64_t k, int64_t* entries, int threads) {
+#pragma omp parallel num_threads(threads) if (R * M > 16384)
+  {
+    std::vector<float> sorted;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < R; ++r) {
+      const float* s = scores + r * M;
+      const float none = -std::numeric_limits<float>::infinity();
+      sorted.clear();
+      for (int64_t j = 0; j < M; ++j) if (s[j] != none) sorted.push_back(s[j]);
+      float threshold = none;
+      int64_t room = k;  // how many entries equal to the threshold fit
+      if ((int64_t)sorted.size() > k) {
+        std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<float>());
+        threshold = sorted[k - 1];
+        room -= std::count_if(sorted.begin(), sorted.begin() + k, [&](float v) { return v > threshold; });
+      }
+      int64_t* out = entries + r * k;
+      int64_t count = 0;
+      for (int64_t j = 0; j < M && count < k; ++j)
+        if (s[j] > threshold || (s[j] == threshold && threshold != none && room-- > 0)) out[count++] = j;
+      while (count < k) out[count++] = -1;
+    }
+  }
+}
