@@ -1,6 +1,7 @@
 """`LLM`: the offline entry point. Loads a model, answers batches of prompts."""
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -106,6 +107,7 @@ class LLM:
         )
         self.settings: Settings = chosen
         self._ids = count()
+        self._streams: dict[str, deque[SequenceDelta]] = {}
         if verbose:
             print(chosen.describe(self.path, self.engine_config), file=sys.stderr)
 
@@ -129,15 +131,14 @@ class LLM:
         """
         work = self._checked(prompts, sampling_params, prompt_token_ids, add_bos)
         request_ids = [str(next(self._ids)) for _ in work]
-        for request_id, (text, ids, params) in zip(request_ids, work, strict=True):
-            self.engine.add_request(request_id, ids, params, prompt=text)
         try:
-            self._run(len(request_ids), use_tqdm)
+            for request_id, (text, ids, params) in zip(request_ids, work, strict=True):
+                self.engine.add_request(request_id, ids, params, prompt=text)
+            self._run(set(request_ids), use_tqdm)
+            return [self.engine.pop_output(request_id) for request_id in request_ids]
         finally:
             for request_id in request_ids:
-                self.engine.abort(request_id)  # does nothing to those that have finished
-            outputs = [self.engine.pop_output(request_id) for request_id in request_ids]
-        return outputs
+                self.engine.discard(request_id)  # does nothing to those that were handed over
 
     def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, add_bos: bool = True
@@ -153,12 +154,16 @@ class LLM:
     def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[SequenceDelta]:
         request_id = str(next(self._ids))
         self.engine.add_request(request_id, ids, params, prompt=text)
+        arrived = self._streams[request_id] = deque()
         try:
-            while self.engine.has_unfinished:
-                yield from (delta for delta in self.engine.step() if delta.request_id == request_id)
+            while arrived or self.engine.is_unfinished(request_id):
+                if not arrived:
+                    self._step()
+                while arrived:
+                    yield arrived.popleft()
         finally:
-            self.engine.abort(request_id)
-            self.engine.pop_output(request_id)
+            del self._streams[request_id]
+            self.engine.discard(request_id)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits at every position of a sequence, float32 [n, vocab], on the CPU: row i predicts token i + 1.
@@ -183,16 +188,26 @@ class LLM:
         cache.close(slot)
         return torch.cat(parts)
 
-    def _run(self, num_requests: int, use_tqdm: bool) -> None:
-        """Steps until nothing is left, with a bar over requests."""
-        bar = tqdm(total=num_requests, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
+    def _step(self) -> list[SequenceDelta]:
+        """One engine step; what belongs to an open stream is kept for it, whoever made the step."""
+        deltas = self.engine.step()
+        for delta in deltas:
+            if delta.request_id in self._streams:
+                self._streams[delta.request_id].append(delta)
+        return deltas
+
+    def _run(self, waited_for: set[str], use_tqdm: bool) -> None:
+        """Steps until these requests have ended, with a bar over them."""
+        bar = tqdm(total=len(waited_for), desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         tokens = 0
         with bar:
-            while self.engine.has_unfinished:
-                before = self.engine.num_unfinished
-                tokens += sum(len(delta.token_ids) for delta in self.engine.step())
-                bar.update(before - self.engine.num_unfinished)
+            while waited_for:
+                deltas = self._step()
+                tokens += sum(len(delta.token_ids) for delta in deltas if delta.request_id in waited_for)
+                ended = {request_id for request_id in waited_for if not self.engine.is_unfinished(request_id)}
+                waited_for -= ended
                 bar.set_postfix(tokens=tokens, refresh=False)
+                bar.update(len(ended))
 
     def _checked(
         self,

@@ -140,6 +140,17 @@ def test_stream_yields_the_same_text_and_leaving_it_frees_everything(llm) -> Non
         break  # the fixture checks that nothing is left
 
 
+def test_a_batch_in_the_middle_of_a_stream_loses_nothing(llm) -> None:
+    params = SamplingParams(seq_seed=5, max_tokens=4)
+    stream = llm.stream("abc", params)
+    ids = next(stream).token_ids
+    (batch,) = tokens(ask(llm, PROMPTS[1:2], GREEDY))
+    for delta in stream:
+        ids = ids + delta.token_ids
+    assert [ids] == [o.token_id for o in llm.generate("abc", params, use_tqdm=False)[0].outputs]
+    assert len(batch[0]) == 4
+
+
 def test_an_interrupted_call_frees_everything(llm, monkeypatch) -> None:
     def interrupted(*_):
         raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""Text <-> token ids. A leaf: it imports nothing of ours and knows no engine."""

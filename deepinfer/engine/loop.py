@@ -68,10 +68,9 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._states)
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests waiting or running."""
-        return len(self._states)
+    def is_unfinished(self, request_id: str) -> bool:
+        """True while the request waits or runs."""
+        return request_id in self._states
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """The door alone: raises InvalidRequestError, or returns how many tokens the request may generate."""
@@ -130,6 +129,11 @@ class Engine:
             return False
         self._end_all(state, FinishReason.ABORT)
         return True
+
+    def discard(self, request_id: str) -> None:
+        """Ends a request if it runs, and forgets its output if nobody took it. Idempotent."""
+        self.abort(request_id)
+        self._finished.pop(request_id, None)
 
     def abort_all(self) -> None:
         for request_id in list(self._states):
