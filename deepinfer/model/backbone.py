@@ -51,7 +51,7 @@ class DeepseekV41:
         view = cache.begin(batch)
         dead = batch.token_ids == self.config.image_token_id
         state = StepState(view, self.rotations, dead if bool(dead.any()) else None, self.trace)
-        with torch.inference_mode():
+        with torch.no_grad():
             hidden = self._hidden(batch, state)
             logits = self._logits(hidden[batch.logit_rows])
         view.commit()

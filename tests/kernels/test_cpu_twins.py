@@ -1,0 +1,201 @@
+"""Every CPU kernel against its reference, on odd shapes and edges. Both run float32.
+
+Tolerance: 2e-6 of the largest value for sums of up to 1,024 terms (another order of addition moves them by about 1e-6,
+the exponential by 2e-7); choices must be equal.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer.kernels import select
+from deepinfer.kernels.cpu.build import library
+from deepinfer.kernels.cpu.linear import linear_packed, pack, unpack
+from deepinfer.kernels.weights import DenseWeight, LooseExperts, PackedExperts
+
+pytestmark = pytest.mark.skipif(library().handle is None, reason=library().explanation)
+CASES = settings(max_examples=25, deadline=None)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-6) -> None:
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1e-3)
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@CASES
+@given(rows=st.integers(1, 40), inner=st.integers(1, 70), outputs=st.integers(1, 50), seed=st.integers(0, 99))
+def test_packed_product_equals_the_plain_one_at_any_shape(rows, inner, outputs, seed):
+    weight = draw(seed, outputs, inner).to(torch.bfloat16).float()
+    x = draw(seed + 1, rows, inner + 3)[:, :inner]  # a row stride of its own
+    packed = pack(weight)
+    assert torch.equal(unpack(packed, outputs), weight)
+    close(linear_packed(x, packed, outputs), x @ weight.t())
+
+
+@CASES
+@given(rows=st.integers(2, 300), seed=st.integers(0, 99), data=st.data())
+def test_a_row_of_the_packed_product_does_not_depend_on_the_other_rows(rows, seed, data):
+    packed, x = pack(draw(seed, 40, 64).to(torch.bfloat16).float()), draw(seed + 1, rows, 64)
+    one = data.draw(st.integers(0, rows - 1))
+    assert torch.equal(linear_packed(x, packed, 40)[one], linear_packed(x[one : one + 1], packed, 40)[0])
+
+
+def test_a_weight_that_bfloat16_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="not exact in bfloat16"):
+        pack(torch.tensor([[1.0 + 2**-12]]))
+
+
+@CASES
+@given(
+    rows=st.integers(1, 9),
+    window=st.integers(1, 33),
+    chosen=st.integers(0, 20),
+    heads=st.sampled_from([4, 8]),
+    size=st.sampled_from([16, 64]),
+    seed=st.integers(0, 99),
+)
+def test_sparse_attention_equals_the_reference_with_empty_rows_and_large_sinks(rows, window, chosen, heads, size, seed):
+    g = torch.Generator().manual_seed(seed)
+    q, pool, kv = draw(seed, rows, heads, size), draw(seed + 1, 50, size), draw(seed + 2, 30, size)
+    lists = torch.randint(-1, 50, (rows, window), generator=g), torch.randint(-1, 30, (rows, chosen), generator=g)
+    lists[0][0], lists[1][0] = -1, -1  # a query with no key at all
+    sink = draw(seed + 3, heads) * 30
+    arguments = (q, pool, lists[0], kv if chosen else None, lists[1] if chosen else None, sink, size**-0.5)
+    got = select.sparse_attention(*arguments)
+    with select.reference_only():
+        close(got, select.sparse_attention(*arguments))
+    assert got[0].eq(0).all()
+
+
+@CASES
+@given(
+    batch=st.integers(1, 3),
+    rows=st.integers(1, 5),
+    entries=st.integers(1, 130),
+    heads=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_index_scores_equal_the_reference_and_hide_what_is_not_visible(batch, rows, entries, heads, seed):
+    g = torch.Generator().manual_seed(seed)
+    queries, weights, pool = (
+        draw(seed, batch, rows, heads, 32),
+        draw(seed + 1, batch, rows, heads),
+        draw(seed + 2, 90, 32),
+    )
+    key_rows = torch.randint(0, 90, (batch, entries), generator=g)
+    visible = torch.randint(0, entries + 1, (batch, rows), generator=g)
+    arguments = (queries, pool, key_rows, weights, visible)
+    got = select.index_scores(*arguments)
+    with select.reference_only():
+        expected = select.index_scores(*arguments)
+    assert torch.equal(got.isneginf(), expected.isneginf())
+    finite = ~got.isneginf()
+    if finite.any():
+        close(got[finite], expected[finite])
+
+
+@CASES
+@given(rows=st.integers(1, 6), entries=st.integers(1, 60), k=st.integers(1, 70), seed=st.integers(0, 999))
+def test_the_best_entries_are_chosen_and_ties_go_to_the_lower_position(rows, entries, k, seed):
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randint(-2, 3, (rows, entries), generator=g).float()  # five values: ties everywhere
+    scores[torch.rand(rows, entries, generator=g) < 0.3] = float("-inf")
+    got = select.top_entries(scores, k)
+    with select.reference_only():
+        assert torch.equal(got, select.top_entries(scores, k))
+    for row, chosen in zip(scores, got, strict=True):  # a third opinion: a stable sort
+        order = [i for i in row.sort(descending=True, stable=True).indices.tolist() if not row[i].isneginf()]
+        assert sorted(order[:k]) == chosen[chosen >= 0].tolist()
+
+
+@CASES
+@given(rows=st.integers(1, 40), topk=st.integers(1, 5), vision=st.booleans(), seed=st.integers(0, 99))
+def test_routing_equals_the_reference(rows, topk, vision, seed):
+    logits, bias = draw(seed, rows, 11) * 8, draw(seed + 1, rows, 11) if vision else draw(seed + 1, 11)
+    options = {"topk": topk, "scale": 1.5, "normalize": topk > 1, "gate_temp": 1.25}
+    got = select.route(logits, bias, **options)
+    with select.reference_only():
+        ids, weights, scores = select.route(logits, bias, **options)
+    assert torch.equal(got[0], ids)
+    close(got[1], weights)
+    close(got[2], scores)
+
+
+@CASES
+@given(rows=st.integers(1, 40), experts=st.integers(1, 6), limit=st.sampled_from([0.5, 10.0]), seed=st.integers(0, 99))
+def test_experts_equal_the_reference_with_experts_that_nobody_chose(rows, experts, limit, seed):
+    width, inner, topk = 64, 32, min(2, experts)
+
+    def expert(number: int) -> tuple[DenseWeight, DenseWeight, DenseWeight]:
+        shapes = ((inner, width), (inner, width), (width, inner))
+        return tuple(
+            DenseWeight((draw(seed + 10 * number + i, *s) / 4).to(torch.bfloat16).float()) for i, s in enumerate(shapes)
+        )
+
+    bank = [expert(number) for number in range(experts + 1)]
+    up = torch.stack([torch.cat((pack(w1.dense()), pack(w3.dense()))) for w1, w3, _ in bank])
+    down = torch.stack([pack(w2.dense()) for _, _, w2 in bank])
+    ids = torch.stack(
+        [torch.randperm(experts, generator=torch.Generator().manual_seed(seed + n))[:topk] for n in range(rows)]
+    )
+    x, weights = draw(seed, rows, width), draw(seed + 1, rows, topk).abs()
+    got = select.moe(x, ids, weights, PackedExperts(up, down), limit)
+    close(got, select.moe(x, ids, weights, LooseExperts(bank[:-1], bank[-1]), limit))
+    alone = select.moe(x[:1], ids[:1], weights[:1], PackedExperts(up, down), limit)
+    assert torch.equal(alone[0], got[0])  # batch mates change nothing
+
+
+@CASES
+@given(rows=st.integers(1, 9), extreme=st.booleans(), seed=st.integers(0, 99))
+def test_hyper_connections_equal_the_reference(rows, extreme, seed):
+    width = 48
+    stream, fn = draw(seed, rows, 4, width), draw(seed + 1, 4 * width, 24) / 10
+    scale, base = draw(seed + 2, 3), draw(seed + 3, 24) * (20 if extreme else 1)
+    options = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-20}
+    got = select.hyper_coefficients(stream, fn, scale, base, **options)
+    with select.reference_only():
+        expected = select.hyper_coefficients(stream, fn, scale, base, **options)
+    for a, b in zip(got, expected, strict=True):
+        close(a, b, 2e-5)  # 40 normalisations in a row; the official vectors allow 5e-6 absolute
+    pre, post, comb = expected
+    y, norm = draw(seed + 4, rows, width), draw(seed + 5, width)
+    collapsed, expanded = (
+        select.hyper_collapse_norm(stream, pre, norm, 1e-20),
+        select.hyper_expand(stream, y, post, comb),
+    )
+    with select.reference_only():
+        close(collapsed, select.hyper_collapse_norm(stream, pre, norm, 1e-20))
+        close(expanded, select.hyper_expand(stream, y, post, comb))
+
+
+@CASES
+@given(rows=st.integers(1, 9), dead=st.booleans(), seed=st.integers(0, 99))
+def test_engram_pairs_norms_and_rotations_equal_the_reference(rows, dead, seed):
+    width = 32
+    stream, kv, weight = draw(seed, rows, 4, width), draw(seed + 1, rows, 5 * width), draw(seed + 2, 4, width)
+    mask = torch.arange(rows) % 2 == 0 if dead else None
+    first, second, norm = draw(seed + 3, rows, 2, width), draw(seed + 4, rows, 2, width) * 5, draw(seed + 5, width)
+    angle = draw(seed + 6, rows, 8)
+
+    def run() -> list[torch.Tensor]:
+        return [
+            select.engram_inject(stream, kv, weight, mask, 1e-20),
+            select.compress_pairs(first, second, norm, 1e-20, torch.float32),
+            select.rms_norm(first[:, 0], norm, 1e-20),
+            select.apply_rope(stream, angle.cos(), angle.sin()),
+            select.apply_rope(first[:, 0], angle.cos(), angle.sin(), inverse=True),
+        ]
+
+    got = run()
+    with select.reference_only():
+        for a, b in zip(got, run(), strict=True):
+            close(a, b)
+    if dead:
+        assert torch.equal(got[0][0], stream[0])
