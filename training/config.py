@@ -179,7 +179,7 @@ class NanoConfig:
 
 def nano(tokenizer_dir: str | Path) -> NanoConfig:
     """The bundled model's configuration for the tokenizer in `tokenizer_dir`."""
-    from training.tokenizer import NOISE, IMAGE, load_tokenizer, token_map
+    from training.tokenizer import IMAGE, NOISE, load_tokenizer, token_map
 
     tokenizer = load_tokenizer(tokenizer_dir)
     config = NanoConfig(

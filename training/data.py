@@ -24,7 +24,7 @@ class Stream:
         self.record, self.rng = record, np.random.default_rng(seed)
         self.order: np.ndarray = np.empty(0, dtype=np.int64)
         self.length = 0
-        self.epochs = 0
+        self.taken = 0  # tokens handed out
 
     def starts(self, count: int, length: int) -> np.ndarray:
         """Offsets of the next `count` rows."""
@@ -36,7 +36,7 @@ class Stream:
             rows = (len(self.data) - phase) // step
             fresh = phase + step * self.rng.permutation(rows)
             self.order = np.concatenate([self.order, fresh])
-            self.epochs += 1
+        self.taken += count * length
         taken, self.order = self.order[:count], self.order[count:]
         return taken
 

@@ -18,7 +18,8 @@ import torch
 
 from training.config import nano
 from training.data import Mixer, Stream, load_streams
-from training.export import export_model
+from training.evaluate import LENGTH, Evaluator, report_parts
+from training.export import export_model, write_json
 from training.model import Mode, NanoModel
 from training.optim import Optimizer, balance_experts, rate_factor
 from training.tokenizer import load_tokenizer, token_map
@@ -59,7 +60,7 @@ class Trainer:
         self.args = args
         self.device = torch.device(args.device)
         torch.set_float32_matmul_precision("high")
-        tokenizer = load_tokenizer(args.tokenizer)
+        tokenizer = self.tokenizer = load_tokenizer(args.tokenizer)
         config = nano(args.tokenizer)
         self.model = NanoModel(config, token_map(tokenizer), compiled=args.compile)
         self.model.initialise(args.seed)
@@ -68,13 +69,13 @@ class Trainer:
         self.seen: set[str] = set()
         self.arrays: dict[str, list[np.ndarray]] = {}
         self.mixer = Mixer({}, self.device)
-        self.refresh()
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.step, self.tokens, self.before = 0, 0, 0.0
         if args.resume and (self.out / "state.pt").exists():
             self.load()
         self.began = time.time() if args.began == 0 else args.began
+        self.refresh()
 
     # ------------------------------------------------------------------ data and state
 
@@ -85,6 +86,18 @@ class Trainer:
             joined = np.concatenate(self.arrays[kind])
             record = int(kind[4:]) if kind.startswith("look") else 0
             self.mixer.streams[kind] = Stream(joined, self.device, record, seed=len(self.seen))
+
+    def wait(self, kinds: list[str]) -> None:
+        """Compiles the first phase on made-up tokens, then waits until the streams of `kinds` exist."""
+        phase = PHASES[0]
+        rows = self.args.batch_tokens // phase.length
+        tokens = torch.randint(3, 8000, (rows, phase.length), device=self.device)
+        self.model(tokens, tokens, Mode(self.args.dtype, self.args.flex)).nll.mean().backward()
+        self.model.zero_grad(set_to_none=True)
+        self.log(warm=True)
+        while not all(kind in self.mixer.streams for kind in kinds):
+            time.sleep(0.5)
+            self.refresh()
 
     def elapsed(self) -> float:
         return self.before + time.time() - self.began
@@ -129,7 +142,9 @@ class Trainer:
             if phase is not current:
                 if current is not None:
                     export_model(self.model, self.out / f"export-{current.name}")
-                self.log(phase=phase.name)
+                self.refresh()
+                sizes = {kind: len(s.data) for kind, s in self.mixer.streams.items()}
+                self.log(phase=phase.name, streams=sizes)
                 current = phase
             length = min(phase.length, args.max_length)
             batch = self.mixer.batch(phase.shares, max(1, args.batch_tokens // length), length)
@@ -163,7 +178,26 @@ class Trainer:
                     saved = now
         self.save()
         export_model(self.model, self.out / "export")
-        self.log(done=True, tokens=self.tokens)
+        self.metrics = {
+            "tokens": self.tokens,
+            "steps": self.step,
+            "seconds": round(self.elapsed(), 1),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "epochs": {kind: round(stream.taken / max(1, len(stream.data)), 2) for kind, stream in self.mixer.streams.items()},
+        }
+        self.log(done=True, **self.metrics)
+
+
+    def evaluate(self) -> None:
+        """Evaluates on held-out data and writes metrics.json, part by part."""
+        rows = self.args.batch_tokens // LENGTH
+        evaluator = Evaluator(self.model, self.tokenizer, self.device, rows, self.args.dtype, self.args.flex)
+        began = time.time()
+        for part in report_parts(evaluator, Path(self.args.valid), Path(self.args.phrases)):
+            self.metrics |= part
+            self.metrics["evaluation_seconds"] = round(time.time() - began, 1)
+            write_json(self.out / "metrics.json", self.metrics)
+            self.log(evaluated=list(part))
 
 
 def main() -> None:
@@ -182,12 +216,21 @@ def main() -> None:
     parser.add_argument("--save-every", type=float, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--wait", default="", help="kinds of text to wait for, separated by commas")
+    parser.add_argument("--valid", default="", help="held-out shard; evaluates at the end")
+    parser.add_argument("--phrases", default="", help="see training.synth.render; needed with --valid")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     args.dtype, args.flex, args.compile = (torch.bfloat16 if cuda else torch.float32), cuda, cuda and args.compile
-    Trainer(args).run()
+    torch._dynamo.config.recompile_limit = 64  # regions are compiled per length, ratio and mode
+    trainer = Trainer(args)
+    if args.wait:
+        trainer.wait(args.wait.split(","))
+    trainer.run()
+    if args.valid:
+        trainer.evaluate()
 
 
 if __name__ == "__main__":
