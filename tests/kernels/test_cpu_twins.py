@@ -98,7 +98,7 @@ def test_index_scores_equal_the_reference_and_hide_what_is_not_visible(batch, ro
     assert torch.equal(got.isneginf(), expected.isneginf())
     finite = ~got.isneginf()
     if finite.any():
-        close(got[finite], expected[finite])
+        close(got[finite], expected[finite], 1e-5)  # terms of both signs: the sum may be far smaller than they are
 
 
 @CASES
