@@ -471,7 +471,7 @@ def test_indexer_scores_in_float32_are_within_2e_6(draw: str) -> None:
 def test_indexer_topk_of_the_recorded_scores_is_equal(draw: str, suffix: str, gap: float) -> None:
     x, y = vector("indexer", draw)
     topk = x["topk"].item()
-    got = selection.mask_to_indices(selection.top_mask(y[f"score_{suffix}"].float(), topk), topk)
+    got = selection.top_entries(y[f"score_{suffix}"].float(), topk)
     assert torch.equal(got, y[f"topk_{suffix}"].long())  # the recorded scores leave no room, ties go to the lower index
 
 
@@ -481,7 +481,7 @@ def test_indexer_topk_of_own_scores_is_equal_where_the_gap_allows(draw: str, suf
     x, y = vector("indexer", draw)
     topk = x["topk"].item()
     scores = scores_of(x, y, torch.bfloat16 if suffix == "bf16" else torch.float32)
-    got = selection.mask_to_indices(selection.top_mask(scores, topk), topk)
+    got = selection.top_entries(scores, topk)
     clear = y[f"gap_{suffix}"] > gap
     assert torch.equal(got[clear], y[f"topk_{suffix}"].long()[clear])
 
@@ -495,8 +495,8 @@ def test_indexer_candidates_and_choice_inside_them_are_equal(draw: str, suffix: 
         scores, visible_entries(x), block_size=x["block_size"].item(), topk_blocks=x["topk_blocks"].item()
     )
     assert torch.equal(mask, y[f"candidates_{suffix}"].bool() & ~scores.isneginf())
-    inside = selection.top_mask(scores.masked_fill(~mask, float("-inf")), topk)
-    assert torch.equal(selection.mask_to_indices(inside, topk), y[f"topk_in_candidates_{suffix}"].long())
+    inside = selection.top_entries(scores.masked_fill(~mask, float("-inf")), topk)
+    assert torch.equal(inside, y[f"topk_in_candidates_{suffix}"].long())
 
 
 # Router (section 2.8)

@@ -17,9 +17,8 @@ from golden import bf16_ulps, load, official_dir, part, relative_error
 from golden_runs import TEXT_PROMPTS, by_case, model, official, one_thread, prompts, run_alone, run_together  # noqa: F401
 from torch import Tensor
 
-import deepinfer.model.engram as engram_module
 from deepinfer.kernels import select
-from deepinfer.kernels.reference import quant
+from deepinfer.kernels.reference import engram, quant
 from deepinfer.kernels.reference.hyper import hyper_collapse
 from deepinfer.kernels.reference.selection import candidate_mask
 from deepinfer.model.block import Block
@@ -181,13 +180,13 @@ class FedBlock:
         probe.layer = self.layer
         if self.layer == 0:  # once per step
             _put_step_probes(state, probe)
-        engram = block.engram
-        if engram is not None:
+        injection = block.engram
+        if injection is not None:
             assert engram_rows is not None
-            probe.put("engram.out", engram(want[f"{name}.stream_before_engram"][rows], engram_rows, None))
+            probe.put("engram.out", injection(want[f"{name}.stream_before_engram"][rows], engram_rows, None))
         block.engram = None  # the block proper starts from the recorded stream_in
         stream, pre = block(want[f"{name}.stream_in"][rows], want[f"{name}.pre_in"][rows], None, state, selection)
-        block.engram = engram
+        block.engram = injection
         probe.put("block_out", stream)
         probe.put("pre_out", pre)
         if self.layer in KV_SOURCES:
@@ -197,10 +196,10 @@ class FedBlock:
         if self.layer == CANDIDATE_SOURCE:
             own = selection.candidates[0]
             (segment,) = state.segments(self.layer)
-            limit = torch.arange(segment.key_rows.shape[1]) < segment.visible.unsqueeze(-1)
-            probe.put("indexer.candidates", (limit if own is None else own & limit)[0])
-            kept = want[f"{name}.indexer.candidates"][rows, : limit.shape[-1]].bool()
-            selection.candidates = [kept & limit]
+            limit = torch.arange(segment.key_rows.shape[1]) < segment.visible.reshape(-1, 1)  # [rows, entries]
+            probe.put("indexer.candidates", limit if own is None else own.view_as(limit))
+            kept = want[f"{name}.indexer.candidates"][rows, : limit.shape[1]].bool() & limit
+            selection.candidates = [None if own is None else kept.view_as(own)]  # None: nothing to leave out yet
         return stream, pre
 
 
@@ -229,8 +228,8 @@ def _put_probes(patch: pytest.MonkeyPatch, probe: Probe) -> None:
     patch.setattr(select, "hyper_expand", expanded)
     patch.setattr(select, "sparse_attention", probe.around(select.sparse_attention, before=attended))
     patch.setattr(select, "index_scores", probe.around(select.index_scores, before=scored))
-    gate = probe.around(engram_module.engram_gate, after=lambda value: probe.put("engram.gate", value))
-    patch.setattr(engram_module, "engram_gate", gate)
+    gate = probe.around(engram.engram_gate, after=lambda value: probe.put("engram.gate", value))
+    patch.setattr(engram, "engram_gate", gate)
     for block in network.blocks:
         attention = block.attention
         project = probe.around(attention._project, before=lambda o: probe.put("attn.o", o))
