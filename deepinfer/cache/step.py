@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
+from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class StepView:
         longest = int((batch.starts + batch.lengths).max())
         self._tables = cache.tables[:, : -(-longest // BLOCK_TOKENS)]
         self.window_indices = self._plan_window_reads()
-        self._ring_rows, self._ring_targets = self._plan_window_commit()
+        self._staged_rows, self._ring_targets = self._plan_window_commit()
         self._closing, self._partners = self._plan_pairs()
         self._segments: dict[int, list[Segment]] = {}
         self._targets: dict[int, Tensor] = {}
@@ -67,7 +68,7 @@ class StepView:
         batch, size = self.batch, self._cache.windows.size
         ends = (batch.starts + batch.lengths)[batch.chunk_of]
         rows = (batch.positions >= ends - size).nonzero().squeeze(1)  # the last W rows of each chunk
-        return rows, batch.slots[rows] * size + batch.positions[rows] % size
+        return self._cache.windows.staging + rows, batch.slots[rows] * size + batch.positions[rows] % size
 
     def stage_window(self, layer: int, kv: Tensor) -> Tensor:
         """Show this step's window entries [N, D] of a layer to its attention -> the pool of window_indices."""
@@ -76,8 +77,7 @@ class StepView:
     def commit_window(self, layer: int) -> None:
         """After the layer's attention: the staged rows take their places in the rings."""
         rings = self._cache.windows
-        pool = rings.pools[layer]
-        pool[self._ring_targets] = pool[rings.staging + self._ring_rows]
+        select.copy_rows(rings.pools[layer], self._ring_targets, self._staged_rows)
 
     # -- compressed entries ---------------------------------------------------------------------------------------
 

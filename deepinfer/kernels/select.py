@@ -14,6 +14,7 @@ from torch import Tensor
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.cpu.build import library
 from deepinfer.kernels.cpu.linear import linear_packed
+from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
 from deepinfer.kernels.reference import (
     attention,
     compressor,
@@ -27,7 +28,7 @@ from deepinfer.kernels.reference import (
     selection,
 )
 from deepinfer.kernels.reference.linear import linear, quantized_linear
-from deepinfer.kernels.weights import Experts, PackedExperts, PackedWeight, Weight
+from deepinfer.kernels.weights import Experts, PackedWeight, Weight, loose
 
 _reference_only = False
 
@@ -68,10 +69,52 @@ def project(x: Tensor, weight: Weight, *, rounded: bool) -> Tensor:
     return (quantized_linear if rounded else linear)(x, weight.dense())
 
 
-def moe(x: Tensor, ids: Tensor, weights: Tensor, bank: Experts, limit: float) -> Tensor:
-    """Sum of the routed experts' outputs and the shared expert's: x [N, D] -> float32 [N, D]."""
-    if isinstance(bank, PackedExperts):
-        return cpu.experts(x, ids, weights, bank.up, bank.down, limit)
+def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [N, D] -> latent query [N, q_lora_rank] (normalised), queries [N, heads, head_dim] and window latents
+    [N, head_dim], both rotated. Section 2.4, steps 1 and 2, before the window record is rounded."""
+    if w.packed is not None and _fast(x):
+        return cpu.query_and_window(x, w, cos, sin)
+    latent = rms_norm(project(x, w.wq_a, rounded=True), w.q_norm, w.eps)
+    q = project(latent, w.wq_b, rounded=True).unflatten(1, (w.heads, w.head_dim))
+    kv = rms_norm(project(x, w.wkv, rounded=True), w.kv_norm, w.eps)
+    return latent, apply_rope(q, cos, sin), apply_rope(kv, cos, sin)
+
+
+def grouped_output(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tensor:
+    """o [N, heads, head_dim] (may be overwritten) -> [N, D]: turned back, each group through its wo_a, then wo_b."""
+    if w.packed is not None and _fast(o):
+        return cpu.grouped_output(o, w, cos, sin)
+    return project_groups(apply_rope(o, cos, sin, inverse=True), w)
+
+
+def project_groups(o: Tensor, w: OutputWeights) -> Tensor:
+    """o [N, heads, head_dim] turned back -> [N, D]. wo_a takes its input unrounded even in the official numerics: the
+    release dequantises it (section 2.4, step 6)."""
+    groups = o.flatten(1).unflatten(1, (len(w.wo_a), -1)).unbind(1)  # [N, heads / groups * head_dim] each
+    z = torch.cat([project(x, wo_a, rounded=False) for x, wo_a in zip(groups, w.wo_a, strict=True)], dim=1)
+    return project(z, w.wo_b, rounded=True)
+
+
+def moe(x: Tensor, w: MoeWeights, row_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [N, D] -> sum of routed and shared experts float32 [N, D], expert ids int64 [N, k] best first, their weights
+    float32 [N, k], scores float32 [N, experts]. row_bias float32 [N, experts] replaces the weights' bias."""
+    if w.packed is not None and _fast(x):
+        return cpu.moe(x, w, row_bias)
+    bias = w.bias if row_bias is None else row_bias
+    ids, weights, scores = router.route(
+        project(x.float(), w.gate, rounded=False),
+        bias,
+        topk=w.topk,
+        scale=w.scale,
+        normalize=w.normalize,
+        gate_temp=w.temperature,
+    )
+    return expert_sum(x, ids, weights, w.experts, w.limit), ids, weights, scores
+
+
+def expert_sum(x: Tensor, ids: Tensor, weights: Tensor, bank: Experts, limit: float) -> Tensor:
+    """The chosen experts' outputs and the shared expert's, float32 [N, D], by rising expert number."""
+    bank = loose(bank)
 
     def dense(expert: tuple[Weight, Weight, Weight]) -> tuple[Tensor, Tensor, Tensor]:
         w1, w3, w2 = expert
@@ -79,6 +122,27 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, bank: Experts, limit: float) ->
 
     routed = experts.routed_experts(x, ids, weights, lambda number: dense(bank.routed[number]), limit)
     return routed + experts.expert_forward(x, *dense(bank.shared), limit, None).float()
+
+
+def hyper_step(
+    stream: Tensor, update: tuple[Tensor, Tensor, Tensor] | None, pre: Tensor, w: HyperWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From one sub-layer to the next: expand the stream by the update (output, post, comb) if there is one, collapse it
+    with `pre` and norm it, find the new coefficients -> stream [N, copies, D], x [N, D], pre, post, comb."""
+    if stream.shape[1] == 4 and _fast(stream):
+        return cpu.hyper_step(stream, update, pre, w)
+    if update is not None:
+        stream = hyper_expand(stream, *update)
+    mixes = hyper.hyper_mixes(stream, w.fn.t(), w.norm_eps)
+    coefficients = hyper.hyper_coefficients(
+        mixes, w.scale, w.base, copies=stream.shape[1], iterations=w.iterations, eps=w.eps
+    )
+    return stream, hyper_collapse_norm(stream, pre, w.norm, w.norm_eps), *coefficients
+
+
+def hyper_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm(collapse(stream, pre)) * weight: [N, copies, D] -> [N, D]."""
+    return rms_norm(hyper.hyper_collapse(stream, pre), weight, eps)
 
 
 def sparse_attention(
@@ -103,24 +167,6 @@ def index_scores(queries: Tensor, pool: Tensor, key_rows: Tensor, weights: Tenso
     scores = indexer.index_scores(queries, pool[key_rows], weights)
     hidden = torch.arange(key_rows.shape[1], device=visible.device) >= visible.unsqueeze(-1)
     return scores.masked_fill(hidden, float("-inf"))
-
-
-def hyper_coefficients(
-    stream: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, iterations: int, eps: float, norm_eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """stream [N, copies, D], fn transposed [copies * D, (2 + copies) * copies] -> pre, post, comb."""
-    copies = stream.shape[1]
-    if copies == 4 and _fast(stream):
-        return cpu.hyper_coefficients(stream, fn, scale, base, iterations=iterations, eps=eps, norm_eps=norm_eps)
-    mixes = hyper.hyper_mixes(stream, fn.t(), norm_eps)
-    return hyper.hyper_coefficients(mixes, scale, base, copies=copies, iterations=iterations, eps=eps)
-
-
-def hyper_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm(collapse(stream, pre)) * weight: [N, copies, D] -> [N, D]."""
-    if stream.shape[1] == 4 and _fast(stream):
-        return cpu.hyper_collapse_norm(stream, pre, weight, eps)
-    return norm.rms_norm(hyper.hyper_collapse(stream, pre), weight, eps)
 
 
 def hyper_expand(stream: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -155,14 +201,22 @@ def compress_pairs(first: Tensor, second: Tensor, norm_weight: Tensor, eps: floa
     return compressor.compress_pairs(first, second, norm_weight, eps, dtype)
 
 
-def route(
-    logits: Tensor, bias: Tensor, *, topk: int, scale: float, normalize: bool, gate_temp: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = cpu.route if cpu_twins(logits.device, logits.dtype) else router.route
-    return run(logits, bias, topk=topk, scale=scale, normalize=normalize, gate_temp=gate_temp)
+def top_entries(scores: Tensor, k: int, allowed: Tensor | None = None) -> Tensor:
+    """scores float32 [N, M], -inf = not selectable; allowed bool [N, M] or None -> int64 [N, k] the k best positions,
+    ascending, -1 = empty."""
+    if cpu_twins(scores.device, scores.dtype):
+        return cpu.top_entries(scores, k, allowed)
+    return selection.top_entries(scores if allowed is None else scores.masked_fill(~allowed, float("-inf")), k)
 
 
-def top_entries(scores: Tensor, k: int) -> Tensor:
-    """scores float32 [N, M], -inf = not selectable -> int64 [N, k] the k best positions, ascending, -1 = empty."""
-    run = cpu.top_entries if cpu_twins(scores.device, scores.dtype) else selection.top_entries
-    return run(scores, k)
+def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:
+    run = cpu.candidate_mask if cpu_twins(scores.device, scores.dtype) else selection.candidate_mask
+    return run(scores, visible, block_size=block_size, topk_blocks=topk_blocks)
+
+
+def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
+    """pool[targets] = pool[sources] for a pool [rows, D] of any dtype; no row is both a target and a source."""
+    if pool.device.type == "cpu" and library().handle is not None:
+        cpu.copy_rows(pool, targets, sources)
+    else:
+        pool[targets] = pool[sources]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from deepinfer.kernels.cpu.linear import unpack
+from deepinfer.kernels.cpu.linear import PANEL, unpack
 from deepinfer.kernels.reference.quant import dequantize_fp4_groups, dequantize_fp8_tiles
 
 
@@ -83,3 +83,16 @@ class PackedExperts:
 
 
 Experts = LooseExperts | PackedExperts
+
+
+def loose(bank: Experts) -> LooseExperts:
+    """Any bank as single experts (packed ones share its memory)."""
+    if isinstance(bank, LooseExperts):
+        return bank
+    width, inner = bank.down.shape[1] * PANEL, bank.down.shape[2]
+
+    def expert(number: int) -> Expert:
+        gate, up = bank.up[number].split(inner // PANEL)
+        return PackedWeight(gate, inner), PackedWeight(up, inner), PackedWeight(bank.down[number], width)
+
+    return LooseExperts([expert(number) for number in range(bank.up.shape[0] - 1)], expert(bank.up.shape[0] - 1))

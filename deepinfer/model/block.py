@@ -8,7 +8,7 @@ from deepinfer.kernels import select
 from deepinfer.model.attention import Attention
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.engram import Engram
-from deepinfer.model.hyper import HyperConnection
+from deepinfer.model.hyper import HyperConnection, Update
 from deepinfer.model.indexer import Selection
 from deepinfer.model.moe import MixtureOfExperts
 from deepinfer.model.numerics import Numerics
@@ -21,13 +21,11 @@ class Block:
 
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, numerics: Numerics) -> None:
         prefix = f"layers.{layer}"
-        self.layer, self.eps = layer, config.rms_norm_eps
+        self.layer = layer
         has_engram = config.engram_index(layer) is not None
         self.engram = Engram(config, source, prefix, numerics) if has_engram else None
-        self.attn_norm = source.vector(f"{prefix}.attn_norm.weight")
-        self.ffn_norm = source.vector(f"{prefix}.ffn_norm.weight")
-        self.hc_attn = HyperConnection(config, source, prefix, "hc_attn")
-        self.hc_ffn = HyperConnection(config, source, prefix, "hc_ffn")
+        self.hc_attn = HyperConnection(config, source, prefix, "attn")
+        self.hc_ffn = HyperConnection(config, source, prefix, "ffn")
         self.attention = Attention(config, source, layer, numerics)
         self.experts = MixtureOfExperts(config, source, layer, numerics)
 
@@ -45,18 +43,14 @@ class Block:
             stream = self.engram(stream, engram_rows, state.dead)
         state.trace(f"{name}.stream_in", stream)
 
-        hyper = self.hc_attn.coefficients(stream)
-        x = select.hyper_collapse_norm(stream, pre, self.attn_norm, self.eps)
+        _, x, mixing = self.hc_attn.enter(stream, None, pre)
         y = self.attention(x, state, selection)
-        self._trace_part(state, f"{name}.hc_attn", hyper, f"{name}.attn", x, y)
-        stream = select.hyper_expand(stream, y, hyper.post, hyper.comb)
-        pre = hyper.pre
+        self._trace_part(state, f"{name}.hc_attn", mixing, f"{name}.attn", x, y)
 
-        hyper = self.hc_ffn.coefficients(stream)
-        x = select.hyper_collapse_norm(stream, pre, self.ffn_norm, self.eps)
+        stream, x, following = self.hc_ffn.enter(stream, Update(y, mixing.post, mixing.comb), mixing.pre)
         y = self.experts(x, state)
-        self._trace_part(state, f"{name}.hc_ffn", hyper, f"{name}.ffn", x, y)
-        return select.hyper_expand(stream, y, hyper.post, hyper.comb), hyper.pre
+        self._trace_part(state, f"{name}.hc_ffn", following, f"{name}.ffn", x, y)
+        return select.hyper_expand(stream, y, following.post, following.comb), following.pre
 
     @staticmethod
     def _trace_part(

@@ -1,4 +1,4 @@
-"""mHC of one sub-layer: from the stream to the coefficients that expand it again (section 2.2)."""
+"""mHC of one sub-layer: from the stream to the sub-layer's input and the coefficients that expand it again (2.2)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from deepinfer.kernels import select
+from deepinfer.kernels.layer_weights import HyperWeights
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.parameters import WeightSource
 
@@ -17,26 +18,30 @@ class HyperCoefficients(NamedTuple):
     comb: Tensor  # [N, from, to] float32: mixes the copies
 
 
+class Update(NamedTuple):
+    """A sub-layer's output, and how the stream takes it in."""
+
+    y: Tensor  # [N, D]
+    post: Tensor
+    comb: Tensor
+
+
 class HyperConnection:
-    """Coefficients of one sub-layer; `name` is hc_attn or hc_ffn."""
+    """One sub-layer's; `name` is attn or ffn."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, name: str) -> None:
-        self.iterations = config.hc_sinkhorn_iters
-        self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
-        self.fn = source.vector(f"{prefix}.{name}_fn").t().contiguous()  # [copies * D, (2 + copies) * copies]
-        self.scale = source.vector(f"{prefix}.{name}_scale")
-        self.base = source.vector(f"{prefix}.{name}_base")
-
-    def coefficients(self, stream: Tensor) -> HyperCoefficients:
-        """stream [N, copies, D] as it enters the sub-layer."""
-        return HyperCoefficients(
-            *select.hyper_coefficients(
-                stream,
-                self.fn,
-                self.scale,
-                self.base,
-                iterations=self.iterations,
-                eps=self.eps,
-                norm_eps=self.norm_eps,
-            )
+        self.weights = HyperWeights(
+            fn=source.vector(f"{prefix}.hc_{name}_fn").t().contiguous(),  # [copies * D, (2 + copies) * copies]
+            scale=source.vector(f"{prefix}.hc_{name}_scale"),
+            base=source.vector(f"{prefix}.hc_{name}_base"),
+            norm=source.vector(f"{prefix}.{name}_norm.weight"),
+            iterations=config.hc_sinkhorn_iters,
+            eps=config.hc_eps,
+            norm_eps=config.rms_norm_eps,
         )
+
+    def enter(self, stream: Tensor, update: Update | None, pre: Tensor) -> tuple[Tensor, Tensor, HyperCoefficients]:
+        """stream [N, copies, D], the update of the sub-layer before (None: taken in already) and its pre [N, copies] ->
+        the stream with the update, this sub-layer's normalised input [N, D], its coefficients."""
+        stream, x, *coefficients = select.hyper_step(stream, update, pre, self.weights)
+        return stream, x, HyperCoefficients(*coefficients)

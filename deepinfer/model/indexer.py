@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.selection import candidate_mask
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
@@ -83,14 +82,12 @@ class Indexer:
             scores = select.index_scores(queries[rows], pool, segment.key_rows, weights[rows], visible).flatten(0, 1)
             state.trace(f"layers.{self.layer}.index_score", scores)  # [B * T, M], -inf where not visible
             if narrow:
-                selection.candidates[number] = candidate_mask(
+                selection.candidates[number] = select.candidate_mask(
                     scores,
                     visible.flatten(),
                     block_size=config.candidate_block_size,
                     topk_blocks=config.candidate_topk_blocks,
                 )
-            if allowed is not None:
-                scores = scores.masked_fill(~allowed, float("-inf"))
-            entries[rows.flatten()] = select.top_entries(scores, self.topk)
+            entries[rows.flatten()] = select.top_entries(scores, self.topk, allowed)
         selection.entries = entries
         state.trace(f"layers.{self.layer}.topk", entries)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import select
+from deepinfer.kernels.layer_weights import MoeWeights
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
@@ -21,26 +22,26 @@ class MixtureOfExperts:
 
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, numerics: Numerics) -> None:
         prefix = f"layers.{layer}.ffn"
-        self.config, self.layer, self.numerics = config, layer, numerics
-        self.gate = source.matrix(f"{prefix}.gate")
+        self.layer, self.numerics = layer, numerics
         self.bias = source.vector(f"{prefix}.gate.bias")
         # text-only checkpoints carry no bias of their own for image tokens
         self.bias_vl = source.vector(f"{prefix}.gate.bias_vl") if config.vision else self.bias
-        self.experts = source.experts(prefix, config.n_routed_experts)
-
-    def __call__(self, x: Tensor, state: StepState) -> Tensor:
-        """x [N, D], normalised -> [N, D]."""
-        config = self.config
-        bias = self.bias if state.dead is None else torch.where(state.dead.unsqueeze(1), self.bias_vl, self.bias)
-        ids, weights, scores = select.route(
-            select.project(x.float(), self.gate, rounded=False),
-            bias,
+        self.weights = MoeWeights(
+            gate=source.matrix(f"{prefix}.gate"),
+            bias=self.bias,
+            experts=source.experts(prefix, config.n_routed_experts),
             topk=config.num_experts_per_tok,
             scale=config.routed_scaling_factor,
             normalize=config.norm_topk_prob,
-            gate_temp=config.gate_temp,
+            temperature=config.gate_temp,
+            limit=config.swiglu_limit,
         )
+
+    def __call__(self, x: Tensor, state: StepState) -> Tensor:
+        """x [N, D], normalised -> [N, D]."""
+        bias = None if state.dead is None else torch.where(state.dead.unsqueeze(1), self.bias_vl, self.bias)
+        y, ids, weights, scores = select.moe(x, self.weights, bias)
         state.trace(f"layers.{self.layer}.ffn.router_ids", ids)
         state.trace(f"layers.{self.layer}.ffn.router_weights", weights)
         state.trace(f"layers.{self.layer}.ffn.router_scores", scores)
-        return select.moe(x, ids, weights, self.experts, config.swiglu_limit).to(self.numerics.dtype)
+        return y.to(self.numerics.dtype)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from deepinfer.kernels import select
 from deepinfer.kernels.cpu.build import library
 from deepinfer.kernels.cpu.linear import linear_packed, pack, unpack
-from deepinfer.kernels.weights import DenseWeight, LooseExperts, PackedExperts
+from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
+from deepinfer.kernels.weights import DenseWeight, LooseExperts, PackedExperts, PackedWeight, loose
 
 pytestmark = pytest.mark.skipif(library().handle is None, reason=library().explanation)
 CASES = settings(max_examples=25, deadline=None)
@@ -34,17 +35,17 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 def test_packed_product_equals_the_plain_one_at_any_shape(rows, inner, outputs, seed):
     weight = draw(seed, outputs, inner).to(torch.bfloat16).float()
     x = draw(seed + 1, rows, inner + 3)[:, :inner]  # a row stride of its own
-    packed = pack(weight)
-    assert torch.equal(unpack(packed, outputs), weight)
-    close(linear_packed(x, packed, outputs), x @ weight.t())
+    panels = pack(weight)
+    assert torch.equal(unpack(panels, outputs), weight)
+    close(linear_packed(x, panels, outputs), x @ weight.t())
 
 
 @CASES
 @given(rows=st.integers(2, 300), seed=st.integers(0, 99), data=st.data())
 def test_a_row_of_the_packed_product_does_not_depend_on_the_other_rows(rows, seed, data):
-    packed, x = pack(draw(seed, 40, 64).to(torch.bfloat16).float()), draw(seed + 1, rows, 64)
+    panels, x = pack(draw(seed, 40, 64).to(torch.bfloat16).float()), draw(seed + 1, rows, 64)
     one = data.draw(st.integers(0, rows - 1))
-    assert torch.equal(linear_packed(x, packed, 40)[one], linear_packed(x[one : one + 1], packed, 40)[0])
+    assert torch.equal(linear_packed(x, panels, 40)[one], linear_packed(x[one : one + 1], panels, 40)[0])
 
 
 def test_a_weight_that_bfloat16_cannot_hold_is_refused():
@@ -115,64 +116,125 @@ def test_the_best_entries_are_chosen_and_ties_go_to_the_lower_position(rows, ent
         assert sorted(order[:k]) == chosen[chosen >= 0].tolist()
 
 
-@CASES
-@given(rows=st.integers(1, 40), topk=st.integers(1, 5), vision=st.booleans(), seed=st.integers(0, 99))
-def test_routing_equals_the_reference(rows, topk, vision, seed):
-    logits, bias = draw(seed, rows, 11) * 8, draw(seed + 1, rows, 11) if vision else draw(seed + 1, 11)
-    options = {"topk": topk, "scale": 1.5, "normalize": topk > 1, "gate_temp": 1.25}
-    got = select.route(logits, bias, **options)
-    with select.reference_only():
-        ids, weights, scores = select.route(logits, bias, **options)
-    assert torch.equal(got[0], ids)
-    close(got[1], weights)
-    close(got[2], scores)
+def narrow(seed: int, *shape: int) -> torch.Tensor:
+    """A weight that bfloat16 holds exactly, small enough to keep activations near 1."""
+    return (draw(seed, *shape) * shape[-1] ** -0.5).to(torch.bfloat16).float()
+
+
+def packed(weight: torch.Tensor) -> PackedWeight:
+    return PackedWeight(pack(weight), weight.shape[0])
 
 
 @CASES
-@given(rows=st.integers(1, 40), experts=st.integers(1, 6), limit=st.sampled_from([0.5, 10.0]), seed=st.integers(0, 99))
-def test_experts_equal_the_reference_with_experts_that_nobody_chose(rows, experts, limit, seed):
+@given(
+    rows=st.integers(1, 70),
+    experts=st.integers(1, 6),
+    limit=st.sampled_from([0.5, 10.0]),
+    vision=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_mixture_of_experts_equals_the_reference_with_experts_that_nobody_chose(rows, experts, limit, vision, seed):
     width, inner, topk = 64, 32, min(2, experts)
-
-    def expert(number: int) -> tuple[DenseWeight, DenseWeight, DenseWeight]:
-        shapes = ((inner, width), (inner, width), (width, inner))
-        return tuple(
-            DenseWeight((draw(seed + 10 * number + i, *s) / 4).to(torch.bfloat16).float()) for i, s in enumerate(shapes)
-        )
-
-    bank = [expert(number) for number in range(experts + 1)]
+    shapes = ((inner, width), (inner, width), (width, inner))
+    bank = [tuple(DenseWeight(narrow(seed + 10 * n + i, *s)) for i, s in enumerate(shapes)) for n in range(experts + 1)]
     up = torch.stack([torch.cat((pack(w1.dense()), pack(w3.dense()))) for w1, w3, _ in bank])
     down = torch.stack([pack(w2.dense()) for _, _, w2 in bank])
-    ids = torch.stack(
-        [torch.randperm(experts, generator=torch.Generator().manual_seed(seed + n))[:topk] for n in range(rows)]
-    )
-    x, weights = draw(seed, rows, width), draw(seed + 1, rows, topk).abs()
-    got = select.moe(x, ids, weights, PackedExperts(up, down), limit)
-    close(got, select.moe(x, ids, weights, LooseExperts(bank[:-1], bank[-1]), limit))
-    alone = select.moe(x[:1], ids[:1], weights[:1], PackedExperts(up, down), limit)
-    assert torch.equal(alone[0], got[0])  # batch mates change nothing
+    gate, bias = narrow(seed + 5, experts, width) * 4, draw(seed + 6, experts)
+    options = {"topk": topk, "scale": 1.5, "normalize": topk > 1, "temperature": 1.25, "limit": limit}
+    fast = MoeWeights(packed(gate), bias, PackedExperts(up, down), **options)
+    plain = MoeWeights(DenseWeight(gate), bias, LooseExperts(bank[:-1], bank[-1]), **options)
+    x, row_bias = draw(seed, rows, width), draw(seed + 7, rows, experts) if vision else None
+    y, ids, weights, scores = select.moe(x, fast, row_bias)
+    expected = select.moe(x, plain, row_bias)
+    assert torch.equal(ids, expected[1])
+    close(y, expected[0], 4e-6)  # two products and a sigmoid in a row
+    close(weights, expected[2])
+    close(scores, expected[3])
+    alone = select.moe(x[-1:], fast, None if row_bias is None else row_bias[-1:])
+    assert torch.equal(alone[0][0], y[-1])  # batch mates change nothing
+    for one, other in zip(loose(fast.experts).routed, bank, strict=False):
+        assert all(torch.equal(a.dense(), b.dense()) for a, b in zip(one, other, strict=True))
 
 
 @CASES
-@given(rows=st.integers(1, 9), extreme=st.booleans(), seed=st.integers(0, 99))
-def test_hyper_connections_equal_the_reference(rows, extreme, seed):
+@given(rows=st.integers(1, 120), groups=st.sampled_from([1, 2]), seed=st.integers(0, 99))
+def test_projections_around_attention_equal_the_reference_whatever_the_batch(rows, groups, seed):
+    width, rank, heads, head_dim, rope_dim = 40, 24, 4, 32, 16
+    shapes = {"wq_a": (rank, width), "wq_b": (heads * head_dim, rank), "wkv": (head_dim, width)}
+    matrices = {name: narrow(seed + i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    sizes = {"heads": heads, "head_dim": head_dim, "rope_dim": rope_dim}
+    rest = {"q_norm": draw(seed + 3, rank), "kv_norm": draw(seed + 4, head_dim), "eps": 1e-20, **sizes}
+    fast = QueryWeights(**{name: packed(m) for name, m in matrices.items()}, **rest)
+    plain = QueryWeights(**{name: DenseWeight(m) for name, m in matrices.items()}, **rest)
+    x, angle = draw(seed + 5, rows, width), draw(seed + 6, rows, rope_dim // 2)
+    cos, sin = angle.cos(), angle.sin()
+    got = select.query_and_window(x, fast, cos, sin)
+    with select.reference_only():
+        for a, b in zip(got, select.query_and_window(x, plain, cos, sin), strict=True):
+            close(a, b, 4e-6)
+    last = select.query_and_window(x[-1:], fast, cos[-1:], sin[-1:])
+    assert all(torch.equal(one[0], many[-1]) for one, many in zip(last, got, strict=True))
+
+    wo_a = [narrow(seed + 7 + g, rank, heads // groups * head_dim) for g in range(groups)]
+    wo_b = narrow(seed + 9, width, groups * rank)
+    o = draw(seed + 10, rows, heads, head_dim)
+    output = OutputWeights([packed(m) for m in wo_a], packed(wo_b), **sizes)
+    y = select.grouped_output(o.clone(), output, cos, sin)
+    with select.reference_only():
+        close(
+            y,
+            select.grouped_output(
+                o, OutputWeights([DenseWeight(m) for m in wo_a], DenseWeight(wo_b), **sizes), cos, sin
+            ),
+            4e-6,
+        )
+    assert torch.equal(select.grouped_output(o[-1:].clone(), output, cos[-1:], sin[-1:])[0], y[-1])
+
+
+@CASES
+@given(rows=st.integers(1, 9), extreme=st.booleans(), with_update=st.booleans(), seed=st.integers(0, 99))
+def test_hyper_connections_equal_the_reference(rows, extreme, with_update, seed):
     width = 48
     stream, fn = draw(seed, rows, 4, width), draw(seed + 1, 4 * width, 24) / 10
-    scale, base = draw(seed + 2, 3), draw(seed + 3, 24) * (20 if extreme else 1)
-    options = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-20}
-    got = select.hyper_coefficients(stream, fn, scale, base, **options)
+    base, norm = draw(seed + 3, 24) * (20 if extreme else 1), draw(seed + 5, width)
+    weights = HyperWeights(fn, draw(seed + 2, 3), base, norm, iterations=20, eps=1e-6, norm_eps=1e-20)
+    pre, post = draw(seed + 6, rows, 4).sigmoid(), draw(seed + 7, rows, 4).sigmoid()
+    update = (draw(seed + 4, rows, width), post, draw(seed + 8, rows, 4, 4).softmax(-1)) if with_update else None
+    got = select.hyper_step(stream, update, pre, weights)
     with select.reference_only():
-        expected = select.hyper_coefficients(stream, fn, scale, base, **options)
+        expected = select.hyper_step(stream, update, pre, weights)
     for a, b in zip(got, expected, strict=True):
         close(a, b, 2e-5)  # 40 normalisations in a row; the official vectors allow 5e-6 absolute
-    pre, post, comb = expected
-    y, norm = draw(seed + 4, rows, width), draw(seed + 5, width)
-    collapsed, expanded = (
-        select.hyper_collapse_norm(stream, pre, norm, 1e-20),
-        select.hyper_expand(stream, y, post, comb),
-    )
+    if update is not None:
+        expanded = select.hyper_expand(stream, *update)
+        assert torch.equal(expanded, got[0])
+
+
+@CASES
+@given(rows=st.integers(1, 6), blocks=st.integers(1, 9), topk=st.integers(1, 9), seed=st.integers(0, 999))
+def test_candidate_blocks_equal_the_reference_and_hold_the_newest(rows, blocks, topk, seed):
+    g = torch.Generator().manual_seed(seed)
+    entries = 4 * blocks - int(torch.randint(0, 4, (1,), generator=g))
+    visible = torch.randint(0, entries + 1, (rows,), generator=g)
+    scores = torch.randint(-2, 3, (rows, entries), generator=g).float()
+    scores[torch.arange(entries) >= visible.unsqueeze(1)] = float("-inf")
+    got = select.candidate_mask(scores, visible, block_size=4, topk_blocks=topk)
     with select.reference_only():
-        close(collapsed, select.hyper_collapse_norm(stream, pre, norm, 1e-20))
-        close(expanded, select.hyper_expand(stream, y, post, comb))
+        assert torch.equal(got, select.candidate_mask(scores, visible, block_size=4, topk_blocks=topk))
+    for row, seen in enumerate(visible.tolist()):
+        assert seen == 0 or bool(got[row, seen - 1])
+        assert not got[row, seen:].any()
+    allowed = select.top_entries(scores, 3, got)
+    with select.reference_only():
+        assert torch.equal(allowed, select.top_entries(scores, 3, got))
+
+
+def test_rows_of_a_pool_are_copied_whatever_their_type():
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = draw(1, 9, 5).to(dtype)
+        before = pool.clone()
+        select.copy_rows(pool, torch.tensor([1, 0]), torch.tensor([7, 8]))
+        assert torch.equal(pool, before[[8, 7, *range(2, 9)]])
 
 
 @CASES

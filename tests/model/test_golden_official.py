@@ -228,12 +228,12 @@ def _put_probes(patch: pytest.MonkeyPatch, probe: Probe) -> None:
     patch.setattr(select, "hyper_expand", expanded)
     patch.setattr(select, "sparse_attention", probe.around(select.sparse_attention, before=attended))
     patch.setattr(select, "index_scores", probe.around(select.index_scores, before=scored))
+    projected = probe.around(select.project_groups, before=lambda o, _: probe.put("attn.o", o))
+    patch.setattr(select, "project_groups", projected)
     gate = probe.around(engram.engram_gate, after=lambda value: probe.put("engram.gate", value))
     patch.setattr(engram, "engram_gate", gate)
     for block in network.blocks:
         attention = block.attention
-        project = probe.around(attention._project, before=lambda o: probe.put("attn.o", o))
-        patch.setattr(attention, "_project", project, raising=False)
         if attention.compressor is not None:
             keys = attention.compressor.keys
             latents = probe.around(keys, before=lambda latents, *_: probe.put("compressor.latent", latents))
@@ -307,6 +307,7 @@ def test_index_queries_weights_and_scores_of_layer(layer: int) -> None:
     assert (got["indexer.q"] != queries).float().mean() <= RECORD_SHARE
     assert relative_error(got["indexer.weights"], want["indexer.weights"]) <= 0.01
     assert relative_error(got["indexer.score"], want["indexer.score"]) <= INDEX_GAP
+    assert (got["indexer.score"] != want["indexer.score"]).float().mean() <= RECORD_SHARE  # summed in bf16 steps
 
 
 @pytest.mark.parametrize("layer", INDEX_SOURCES)

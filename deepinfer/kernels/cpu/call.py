@@ -10,9 +10,9 @@ from torch import Tensor
 from deepinfer.kernels.cpu.build import library
 
 
-def call(name: str, *arguments: Tensor | int | float | None) -> None:
-    """Run the C function `name`: contiguous CPU tensors go as pointers, integers as int64, floats as
-    float, None as a null pointer; the number of threads follows as the last argument."""
+def call(name: str, *arguments: Tensor | ctypes.Structure | int | float | None) -> None:
+    """Run the C function `name`: contiguous CPU tensors go as pointers, structures by reference, integers as
+    int64, floats as float, None as a null pointer; the number of threads follows as the last argument."""
     handle = library().handle
     assert handle is not None, "select.py never comes here without a library"
     values: list[object] = []
@@ -25,5 +25,5 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
         elif isinstance(argument, float):
             values.append(ctypes.c_float(argument))
         else:
-            values.append(ctypes.c_void_p(None))
+            values.append(argument if argument is None else ctypes.byref(argument))
     getattr(handle, name)(*values, ctypes.c_int(torch.get_num_threads()))

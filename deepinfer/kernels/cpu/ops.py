@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.cpu.call import call
+from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
 
 
 def sparse_attention(
@@ -27,34 +28,43 @@ def sparse_attention(
     return out
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, limit: float) -> Tensor:
-    """Routed and shared experts together: x [N, D], ids int64 [N, k], weights [N, k], up bfloat16
-    [E + 1, 2 I / 16, D, 16] (w1 above w3), down [E + 1, D / 16, I, 16]; the shared expert last. -> float32 [N, D]."""
+def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    out = torch.empty_like(x)
-    count, inner = up.shape[0] - 1, down.shape[2]
-    routes = (ids.contiguous(), weights.contiguous(), ids.shape[1])
-    call("experts_packed", x, *x.shape, *routes, up, down, count, inner, float(limit), out)
+    rows = x.shape[0]
+    latent, kv = torch.empty(rows, w.rank), torch.empty(rows, w.head_dim)
+    q = torch.empty(rows, w.heads, w.head_dim)
+    call("query_and_window_f32", w.packed, x, cos, sin, rows, latent, q, kv)
+    return latent, q, kv
+
+
+def grouped_output(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tensor:
+    """`o` is turned back in place."""
+    assert w.packed is not None
+    out = torch.empty(o.shape[0], w.packed.width)
+    call("grouped_output_f32", w.packed, o, cos, sin, o.shape[0], out)
     return out
 
 
-def hyper_coefficients(
-    stream: Tensor, fn_transposed: Tensor, scale: Tensor, base: Tensor, *, iterations: int, eps: float, norm_eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixes and coefficients in one pass; fn_transposed [4 D, 24]. Four copies only."""
+def moe(x: Tensor, w: MoeWeights, row_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    rows = x.shape[0]
+    ids, weights = torch.empty(rows, w.topk, dtype=torch.int64), torch.empty(rows, w.topk)
+    scores, out = torch.empty(rows, w.bias.numel()), torch.empty_like(x)
+    call("moe_f32", w.packed, x, None if row_bias is None else row_bias.contiguous(), rows, ids, weights, scores, out)
+    return out, ids, weights, scores
+
+
+def hyper_step(
+    stream: Tensor, update: tuple[Tensor, Tensor, Tensor] | None, pre: Tensor, w: HyperWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Expand (with an update), collapse and norm, new coefficients: -> stream, x, pre, post, comb. Four copies only."""
     rows, copies, width = stream.shape
-    pre, post = torch.empty(rows, copies), torch.empty(rows, copies)
+    expanded = stream if update is None else torch.empty_like(stream)
+    x, new_pre, post = torch.empty(rows, width), torch.empty(rows, copies), torch.empty(rows, copies)
     comb = torch.empty(rows, copies, copies)
-    numbers = (iterations, float(eps), float(norm_eps))
-    call("hyper_coefficients_f32", stream, rows, width, fn_transposed, scale, base, *numbers, pre, post, comb)
-    return pre, post, comb
-
-
-def hyper_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the collapsed stream: [N, 4, D] -> [N, D]."""
-    out = torch.empty(stream.shape[0], stream.shape[2])
-    call("hyper_collapse_norm_f32", stream, pre, weight, stream.shape[0], stream.shape[2], float(eps), out)
-    return out
+    y, old_post, old_comb = (None, None, None) if update is None else update
+    call("hyper_step_f32", w.packed, stream, y, old_post, old_comb, pre, rows, expanded, x, new_pre, post, comb)
+    return expanded, x, new_pre, post, comb
 
 
 def hyper_expand(stream: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -116,7 +126,18 @@ def route(
     return ids, weights, scores
 
 
-def top_entries(scores: Tensor, k: int) -> Tensor:
+def top_entries(scores: Tensor, k: int, allowed: Tensor | None = None) -> Tensor:
     entries = torch.empty(scores.shape[0], k, dtype=torch.int64)
-    call("top_entries_f32", scores.contiguous(), *scores.shape, k, entries)
+    call("top_entries_f32", scores.contiguous(), allowed, *scores.shape, k, entries)
     return entries
+
+
+def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:
+    kept = torch.empty(scores.shape, dtype=torch.bool)
+    call("candidate_mask_f32", scores.contiguous(), visible.contiguous(), *scores.shape, block_size, topk_blocks, kept)
+    return kept
+
+
+def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
+    """pool [rows, D] of any dtype: pool[targets] = pool[sources]; no row is both."""
+    call("copy_rows", pool, targets, sources, targets.numel(), pool.stride(0) * pool.element_size())

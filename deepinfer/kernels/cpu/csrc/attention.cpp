@@ -1,29 +1,16 @@
 // Sparse attention of a query row over its list of latents (window, then compressed), key and value at once, with a sink.
 #include <algorithm>
 #include <vector>
-#include "common.h"
-
-static inline f8 low_half_pairs(f8 a, f8 b) { return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14); }
-static inline f8 high_half_pairs(f8 a, f8 b) { return __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15); }
-
-// Eight accumulators -> their eight sums, by the same tree for every accumulator.
-static inline f8 sum_each(const f8* a) {
-  f8 b[4], c[2];
-  for (int i = 0; i < 4; ++i) b[i] = low_half_pairs(a[2 * i], a[2 * i + 1]) + high_half_pairs(a[2 * i], a[2 * i + 1]);
-  for (int i = 0; i < 2; ++i)
-    c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
-           __builtin_shufflevector(b[2 * i], b[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-  return __builtin_shufflevector(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15);
-}
+#include "reduce.h"
 
 constexpr int HEADS = 4;  // heads of one task: they share every key that is read
+constexpr int AHEAD = 8;  // keys between the one in use and the one asked for
 
 // q [N, H, D], H a multiple of 4 and D of 16; indices int64, -1 = empty; out [N, H, D].
 extern "C" void sparse_attention_f32(const float* q, int64_t N, int64_t H, int64_t D, const float* window,
                                      const int64_t* window_indices, int64_t W, const float* kv, const int64_t* kv_indices,
                                      int64_t K, const float* sink, float scale, float* out, int threads) {
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team(threads, 4.0 * N * H * D * (W + K)))
   {
     std::vector<const float*> keys;
     std::vector<float> p;  // [list][HEADS]
@@ -44,6 +31,9 @@ extern "C" void sparse_attention_f32(const float* q, int64_t N, int64_t H, int64
       for (int64_t l = 0; l < padded; l += 2) {
         f8 acc[2 * HEADS];
         for (auto& a : acc) a = splat(0.0f);
+        if (h0 == 0)  // the rows are scattered: ask for the ones to come
+          for (int64_t ahead = l + AHEAD; ahead < l + AHEAD + 2 && ahead < L; ++ahead)
+            for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(keys[ahead] + d);
         for (int64_t d = 0; d < D; d += 8) {
           f8 k0 = load(keys[l] + d), k1 = load(keys[l + 1] + d);
           for (int h = 0; h < HEADS; ++h) {

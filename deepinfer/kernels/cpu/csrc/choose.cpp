@@ -31,15 +31,21 @@ extern "C" void route_f32(const float* logits, const float* bias, int64_t bias_s
   (void)threads;
 }
 
-// scores [R, M], -inf = not selectable -> entries [R, k]: the k best positions in ascending order, then -1.
-extern "C" void top_entries_f32(const float* scores, int64_t R, int64_t M, int64_t k, int64_t* entries, int threads) {
-#pragma omp parallel num_threads(threads) if (R * M > 16384)
+// scores [R, M], -inf = not selectable; allowed [R, M] bytes or null -> entries [R, k]: the k best positions in ascending
+// order, then -1.
+extern "C" void top_entries_f32(const float* scores, const uint8_t* allowed, int64_t R, int64_t M, int64_t k,
+                                int64_t* entries, int threads) {
+  constexpr float none = -std::numeric_limits<float>::infinity();
+#pragma omp parallel num_threads(team(threads, 20.0 * R * M))
   {
-    std::vector<float> sorted;
+    std::vector<float> sorted, masked(M);
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < R; ++r) {
       const float* s = scores + r * M;
-      const float none = -std::numeric_limits<float>::infinity();
+      if (allowed) {
+        for (int64_t j = 0; j < M; ++j) masked[j] = allowed[r * M + j] ? s[j] : none;
+        s = masked.data();
+      }
       sorted.clear();
       for (int64_t j = 0; j < M; ++j) if (s[j] != none) sorted.push_back(s[j]);
       float threshold = none;
@@ -54,6 +60,30 @@ extern "C" void top_entries_f32(const float* scores, int64_t R, int64_t M, int64
       for (int64_t j = 0; j < M && count < k; ++j)
         if (s[j] > threshold || (s[j] == threshold && threshold != none && room-- > 0)) out[count++] = j;
       while (count < k) out[count++] = -1;
+    }
+  }
+}
+
+// scores [R, M], visible [R] -> kept [R, M] bytes: entries in the `topk` best blocks of `block` entries, a block's score being
+// its best visible entry, the block of the newest visible entry always among them.
+extern "C" void candidate_mask_f32(const float* scores, const int64_t* visible, int64_t R, int64_t M, int64_t block,
+                                   int64_t topk, uint8_t* kept, int threads) {
+  constexpr float none = -std::numeric_limits<float>::infinity(), always = std::numeric_limits<float>::infinity();
+  int64_t blocks = (M + block - 1) / block;
+#pragma omp parallel num_threads(team(threads, 10.0 * R * M))
+  {
+    std::vector<float> best(blocks);
+    std::vector<int64_t> chosen(topk);
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < R; ++r) {
+      const float* s = scores + r * M;
+      for (int64_t b = 0; b < blocks; ++b) best[b] = *std::max_element(s + b * block, s + std::min((b + 1) * block, M));
+      if (visible[r] > 0) best[(visible[r] - 1) / block] = always;
+      top_entries_f32(best.data(), nullptr, 1, blocks, topk, chosen.data(), 1);
+      std::fill(kept + r * M, kept + (r + 1) * M, 0);
+      for (int64_t b : chosen)
+        if (b >= 0)
+          for (int64_t j = b * block; j < std::min((b + 1) * block, M); ++j) kept[r * M + j] = s[j] != none;
     }
   }
 }

@@ -49,3 +49,29 @@ static inline f8 exp8(f8 x) {
 }
 
 static inline f8 sigmoid8(f8 x) { return splat(1.0f) / (splat(1.0f) + exp8(-x)); }
+
+// Threads worth waking for this many floating-point operations: a thread pays from about 2 M (40 us of work) on. A team
+// that waits for a thread the machine has put to sleep loses far more than it could gain.
+static inline int team(int threads, double operations) {
+  int64_t useful = (int64_t)(operations / 2e6);
+  return useful < 1 ? 1 : useful < threads ? (int)useful : threads;
+}
+
+static inline void rms_norm_row(const float* x, const float* weight, int64_t D, float eps, float* out) {
+  f8 square = splat(0.0f);
+  for (int64_t d = 0; d < D; d += 8) { f8 v = load(x + d); square += v * v; }
+  f8 norm = splat(1.0f / std::sqrt(sum(square) / D + eps));
+  for (int64_t d = 0; d < D; d += 8) store(out + d, load(x + d) * norm * load(weight + d));
+}
+
+// The last 2 * half of D values turn by (cosine, sine) [half]; sign -1 turns back. out may be x.
+static inline void rope_row(const float* x, const float* cosine, const float* sine, int64_t D, int64_t half, float sign,
+                            float* out) {
+  int64_t keep = D - 2 * half;
+  if (out != x) std::memcpy(out, x, keep * sizeof(float));
+  for (int64_t i = 0; i < half; ++i) {
+    float c = cosine[i], s = sign * sine[i], even = x[keep + 2 * i], odd = x[keep + 2 * i + 1];
+    out[keep + 2 * i] = even * c - odd * s;
+    out[keep + 2 * i + 1] = even * s + odd * c;
+  }
+}

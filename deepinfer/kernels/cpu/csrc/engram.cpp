@@ -5,7 +5,7 @@
 extern "C" void engram_inject_f32(const float* stream, const float* kv, const float* weight, const uint8_t* dead, int64_t N,
                                   int64_t D, float eps, float* out, int threads) {
   constexpr int C = 4;
-#pragma omp parallel for schedule(static) num_threads(threads) if (N * D > 4096)
+#pragma omp parallel for schedule(static) num_threads(team(threads, 60.0 * N * D))
   for (int64_t n = 0; n < N; ++n)
     for (int c = 0; c < C; ++c) {
       const float *x = stream + (n * C + c) * D, *k = kv + (n * (C + 1) + c) * D, *v = kv + (n * (C + 1) + C) * D;
@@ -27,7 +27,7 @@ extern "C" void engram_inject_f32(const float* stream, const float* kv, const fl
 // first, second [G, 2, D] (value row, gate row); weight [D]; out [G, D]: softmax over the two gates, then RMSNorm.
 extern "C" void compress_pairs_f32(const float* first, const float* second, const float* weight, int64_t G, int64_t D,
                                    float eps, float* out, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (G * D > 16384)
+#pragma omp parallel for schedule(static) num_threads(team(threads, 60.0 * G * D))
   for (int64_t g = 0; g < G; ++g) {
     const float *a = first + g * 2 * D, *b = second + g * 2 * D;
     f8 square = splat(0.0f);
