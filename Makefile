@@ -2,10 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Test processes, one per core. A file stays in one process: its tests share models that take seconds to make.
+WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
-.PHONY: run test test-all lint bench setup clean
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-all lint bench clean
 
-setup: $(INSTALLED)
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
+
+setup: $(INSTALLED) ## make .venv and install into it (the other targets do it themselves)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("deepinfer needs Python 3.11 or newer, set PYTHON=...") if sys.version_info < (3, 11) else None'
@@ -13,22 +20,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-run: $(INSTALLED)
+run: $(INSTALLED) ## complete a few sample prompts with the bundled model
 	$(BIN)/python examples/offline_inference.py
 
-test: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not slow' tests
+test: $(INSTALLED) ## all tests but the slow ones; WORKERS=1 for a single process
+	$(PYTEST) -m 'not slow' tests
 
-test-all: $(INSTALLED)
-	$(BIN)/python -m pytest tests
+test-all: $(INSTALLED) ## all tests, the slow ones too
+	$(PYTEST) tests
 
-lint: $(INSTALLED)
+lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED)
+bench: $(INSTALLED) ## CPU speed of the bundled model beside the machine's limits, to results/cpu_throughput.json
 	$(BIN)/python benchmarks/cpu_throughput.py --output results/cpu_throughput.json
 
-clean:
+clean: ## remove .venv, caches and results
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist results
