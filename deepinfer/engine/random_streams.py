@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.philox import MASK, philox
+from deepinfer.kernels.philox import MASK, philox, uniforms_float32
 
 
 class Stream(IntEnum):
@@ -32,37 +32,14 @@ def split_seeds(seeds: list[int], device: torch.device | str = "cpu") -> tuple[T
     return words[:, 0], words[:, 1]
 
 
-def uniforms(
-    key: tuple[Tensor, Tensor], stream: Stream, positions: Tensor, ids: Tensor | None, width: int, slot: int = 0
-) -> Tensor:
-    """Uniform float64 numbers strictly inside (0, 1), shape [rows, width].
-
-    key: two int64 [rows]; positions: int64 [rows]; ids: int64 [rows, width] vocabulary ids, or None for 0..width-1
-    (half the work: one Philox call serves two neighbours).
-    52 random bits plus a half: 52 + 1 = 53 bits are exact in float64, so neither 0 nor 1 can come out.
-    """
-    rows = positions.shape[0]
-    pairs = torch.arange((width + 1) // 2, device=positions.device)[None, :] if ids is None else ids >> 1
-    row = (slice(None), None)
-    fixed = torch.tensor([slot, int(stream)], dtype=torch.int64, device=positions.device)
-    words = philox(
-        (pairs.expand(rows, -1), fixed[0], positions[row] & MASK, fixed[1]),
-        (key[0][row], key[1][row]),
-    )
-    even, odd = _to_unit(words[0], words[1]), _to_unit(words[2], words[3])
-    if ids is None:
-        return torch.stack((even, odd), dim=-1).flatten(1)[:, :width]
-    return torch.where(ids & 1 == 0, even, odd)
-
-
 def gumbel(key: tuple[Tensor, Tensor], positions: Tensor, ids: Tensor | None, width: int) -> Tensor:
-    """Standard Gumbel noise of the TARGET stream, float32 [rows, width]; arguments as in `uniforms`.
+    """Standard Gumbel noise of the TARGET stream, float32 [rows, width]; arguments as in `philox.uniforms`.
 
     -log(-log(1 - u)) with log1p: the large values, which decide the argmax, come from u near 0, where a floating-point
     number is finest (u goes down to 2**-53, so noise reaches 36.7). Float32 logarithms cost a quarter of float64 ones
     and their rounding, 1e-7 of the value, is that of the logits themselves; u is kept below 1, which they would reach.
     """
-    u = uniforms(key, Stream.TARGET, positions, ids, width).float().clamp_(max=1 - 2.0**-24)
+    u = uniforms_float32(key, Stream.TARGET, positions, ids, width)
     return torch.log_(torch.log1p_(u.neg_()).neg_()).neg_()
 
 
@@ -82,7 +59,3 @@ def child_seed(seed: int, index: int) -> int:
 def random_seed() -> int:
     """A 64-bit seed from the operating system."""
     return secrets.randbits(64)
-
-
-def _to_unit(low: Tensor, high: Tensor) -> Tensor:
-    return ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52  # 32 + 20 = 52 bits

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from deepinfer.engine.penalties import TokenHistory
-from deepinfer.engine.random_streams import Stream, child_seed, gumbel, split_seeds, uniforms
+from deepinfer.engine.random_streams import Stream, child_seed, gumbel, split_seeds
 from deepinfer.engine.sampler import SampleRow, sample
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.truncation import ranked, truncate
-from deepinfer.kernels.philox import philox, rounds_torch
+from deepinfer.kernels.philox import philox, rounds_torch, uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -3.0, -torch.inf])
 DRAWS = 8000

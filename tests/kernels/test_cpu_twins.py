@@ -15,6 +15,7 @@ from deepinfer.kernels import select
 from deepinfer.kernels.cpu.build import library
 from deepinfer.kernels.cpu.linear import linear_packed, pack, unpack
 from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
+from deepinfer.kernels.philox import uniforms_float32
 from deepinfer.kernels.weights import DenseWeight, LooseExperts, PackedExperts, PackedWeight, loose
 
 pytestmark = pytest.mark.skipif(library().handle is None, reason=library().explanation)
@@ -261,3 +262,15 @@ def test_engram_pairs_norms_and_rotations_equal_the_reference(rows, dead, seed):
             close(a, b)
     if dead:
         assert torch.equal(got[0][0], stream[0])
+
+
+@CASES
+@given(rows=st.integers(1, 4), width=st.integers(1, 70), chosen=st.booleans(), seed=st.integers(0, 999))
+def test_random_numbers_are_the_same_bits_as_the_reference(rows, width, chosen, seed):
+    g = torch.Generator().manual_seed(seed)
+    key = tuple(torch.randint(0, 2**32, (rows,), generator=g) for _ in range(2))
+    positions = torch.randint(0, 2**20, (rows,), generator=g)
+    ids = torch.randint(0, 129280, (rows, width), generator=g) if chosen else None
+    got = uniforms_float32(key, 2, positions, ids, width, slot=3)
+    with select.reference_only():
+        assert torch.equal(got, uniforms_float32(key, 2, positions, ids, width, slot=3))

@@ -4,7 +4,7 @@
 #include "reduce.h"
 
 constexpr int HEADS = 4;  // heads of one task: they share every key that is read
-constexpr int AHEAD = 8;  // keys between the one in use and the one asked for
+constexpr int AHEAD = 16;  // keys between the one in use and the one asked for: 16 x 512 bytes cover a miss to memory
 
 // q [N, H, D], H a multiple of 4 and D of 16; indices int64, -1 = empty; out [N, H, D].
 extern "C" void sparse_attention_f32(const float* q, int64_t N, int64_t H, int64_t D, const float* window,
@@ -36,8 +36,10 @@ extern "C" void sparse_attention_f32(const float* q, int64_t N, int64_t H, int64
             for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(keys[ahead] + d);
         for (int64_t d = 0; d < D; d += 8) {
           f8 k0 = load(keys[l] + d), k1 = load(keys[l + 1] + d);
+          IN_REGISTER(k0); IN_REGISTER(k1);
           for (int h = 0; h < HEADS; ++h) {
             f8 v = load(query + h * D + d);
+            IN_REGISTER(v);
             acc[h] += v * k0;
             acc[HEADS + h] += v * k1;
           }

@@ -15,6 +15,13 @@ typedef uint16_t h8 __attribute__((vector_size(16)));
 
 static inline f8 load(const float* p) { f8 v; std::memcpy(&v, p, 32); return v; }
 static inline void store(float* p, f8 v) { std::memcpy(p, &v, 32); }
+// Keep a value in its register: without this, GCC folds its load into every use and the load ports become the limit.
+#if defined(__x86_64__)
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#else
+#define IN_REGISTER(v)
+#endif
+
 static inline f8 splat(float x) { return f8{x, x, x, x, x, x, x, x}; }
 
 // Eight bfloat16 values as floats: their bits are a float's upper half.

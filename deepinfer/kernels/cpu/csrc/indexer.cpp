@@ -31,8 +31,10 @@ extern "C" void index_scores_f32(const float* q, const float* weights, const int
           }
           for (int64_t d = 0; d < D; d += 8) {
             f8 a = load(k0 + d), c = load(k1 + d);
+            IN_REGISTER(a); IN_REGISTER(c);
             for (int i = 0; i < 4; ++i) {
               f8 v = load(head[i] + d);
+              IN_REGISTER(v);
               acc[i] += v * a;
               acc[4 + i] += v * c;
             }
