@@ -45,7 +45,9 @@ class StepView:
         self._staged_rows, self._ring_targets = self._plan_window_commit()
         self._closing, self._partners = self._plan_pairs()
         self._segments: dict[int, list[Segment]] = {}
-        self._targets: dict[int, Tensor] = {}
+        self._targets: dict[int, Tensor] = {}  # by ratio, like the next two: sources of one ratio share their plan
+        self._entry_positions: dict[int, Tensor] = {}
+        self._row_tables = self._tables[batch.slots]  # [N, blocks]
 
     def commit(self) -> None:
         """All layers have run: the step's tokens count as written."""
@@ -109,16 +111,19 @@ class StepView:
     def entry_positions(self, layer: int) -> Tensor:
         """RoPE positions of the entries that this step completes: the first token of each group, int64 [G]."""
         ratio = self._cache.records[layer].ratio
-        return self.batch.positions[self.closing_rows(layer)] // ratio * ratio
+        if ratio not in self._entry_positions:
+            self._entry_positions[ratio] = self.batch.positions[self.closing_rows(layer)] // ratio * ratio
+        return self._entry_positions[ratio]
 
     def write_entries(self, layer: int, kv: Tensor, keys: Tensor) -> None:
         """Store the entries completed by this step: kv [G, head_dim], keys [G, index_head_dim]."""
         records = self._cache.records[layer]
-        rows = self.closing_rows(layer)
-        entries = self.batch.positions[rows] // records.ratio
-        targets = records.rows(self._tables[self.batch.slots[rows]], entries.unsqueeze(1)).squeeze(1)
-        records.kv[targets] = kv
-        records.keys[targets] = keys
+        if records.ratio not in self._targets:
+            entries = self.entry_positions(layer) // records.ratio
+            tables = self._row_tables[self.closing_rows(layer)]
+            self._targets[records.ratio] = records.rows(tables, entries.unsqueeze(1)).squeeze(1)
+        records.kv[self._targets[records.ratio]] = kv
+        records.keys[self._targets[records.ratio]] = keys
 
     def kv_pool(self, layer: int) -> Tensor:
         """Compressed records of a source, [rows, head_dim]."""
@@ -130,7 +135,7 @@ class StepView:
 
     def entry_rows(self, layer: int, entries: Tensor) -> Tensor:
         """Entries int64 [N, K] of each row's own sequence (-1 = none) -> rows of kv_pool, int64 [N, K]."""
-        return self._cache.records[layer].rows(self._tables[self.batch.slots], entries)
+        return self._cache.records[layer].rows(self._row_tables, entries)
 
     def key_pool(self, layer: int) -> Tensor:
         """Index keys of a source, [rows, index_head_dim]."""

@@ -27,6 +27,12 @@ class QueryWeights:
     eps: float
 
     @cached_property
+    def address(self) -> int:
+        """Where the C structure lies."""
+        assert self.packed is not None
+        return ctypes.addressof(self.packed)
+
+    @cached_property
     def packed(self) -> QueryStruct | None:
         """For the CPU kernel; None where a matrix is held in another form."""
         matrices = (self.wq_a, self.wq_b, self.wkv)
@@ -62,6 +68,12 @@ class OutputWeights:
         return pointers([weight.packed for weight in self.wo_a if isinstance(weight, PackedWeight)])
 
     @cached_property
+    def address(self) -> int:
+        """Where the C structure lies."""
+        assert self.packed is not None
+        return ctypes.addressof(self.packed)
+
+    @cached_property
     def packed(self) -> OutputStruct | None:
         if not isinstance(self.wo_b, PackedWeight) or not all(isinstance(w, PackedWeight) for w in self.wo_a):
             return None
@@ -85,6 +97,12 @@ class MoeWeights:
     limit: float
 
     @cached_property
+    def address(self) -> int:
+        """Where the C structure lies."""
+        assert self.packed is not None
+        return ctypes.addressof(self.packed)
+
+    @cached_property
     def packed(self) -> MoeStruct | None:
         bank = self.experts
         if not isinstance(self.gate, PackedWeight) or not isinstance(bank, PackedExperts):
@@ -105,6 +123,12 @@ class HyperWeights:
     iterations: int
     eps: float
     norm_eps: float
+
+    @cached_property
+    def address(self) -> int:
+        """Where the C structure lies."""
+        assert self.packed is not None
+        return ctypes.addressof(self.packed)
 
     @cached_property
     def packed(self) -> HyperStruct:

@@ -220,3 +220,12 @@ def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
         cpu.copy_rows(pool, targets, sources)
     else:
         pool[targets] = pool[sources]
+
+
+def table_rows(codes: int, scales: int, ids: Tensor, rows: int, width: int) -> Tensor | None:
+    """Rows of a mapped Engram table (addresses of its bytes) as float32 [..., width]; None where `EngramTable.raw_rows`
+    has to read them, or to refuse: no CPU kernels, an id outside the table, NaN in a row."""
+    if not cpu_twins(ids.device, torch.float32):
+        return None
+    out, fine = cpu.table_rows(codes, scales, ids, rows, width)
+    return out if fine else None

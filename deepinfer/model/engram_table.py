@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from deepinfer.kernels import select
 from deepinfer.model.finite import check_finite
 from deepinfer.model.safetensors_header import StoredTensor
 
@@ -51,6 +52,10 @@ class EngramTable:
     def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values of rows `ids` [..] as [.., head_dim], float32 or bfloat16 (both exact: 4 significant bits, a power
         of two). Raises as raw_rows."""
+        addresses = self._codes.ctypes.data, self._scales.ctypes.data
+        fast = select.table_rows(*addresses, ids, self.num_rows, self.head_dim)
+        if fast is not None:
+            return fast.to(dtype)
         codes, scales = self.raw_rows(ids)
         groups = codes.to(torch.float32).reshape(*scales.shape, TILE)  # [.., head_dim/32, 32]
         values = groups * scales.to(torch.float32).unsqueeze(-1)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.kernels import select
+from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.cpu.build import library
 from deepinfer.kernels.cpu.linear import linear_packed, pack, unpack
 from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
@@ -274,3 +275,17 @@ def test_random_numbers_are_the_same_bits_as_the_reference(rows, width, chosen, 
     got = uniforms_float32(key, 2, positions, ids, width, slot=3)
     with select.reference_only():
         assert torch.equal(got, uniforms_float32(key, 2, positions, ids, width, slot=3))
+
+
+def test_rows_of_an_engram_table_are_every_code_times_every_scale():
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 32).repeat_interleave(256, 0)  # 2,048 rows: all pairs
+    scales = torch.arange(256, dtype=torch.uint8).repeat(8).unsqueeze(1)
+    ids = torch.arange(2048).view(2, 1024)
+    got, fine = cpu.table_rows(codes.data_ptr(), scales.data_ptr(), ids, 2048, 32)
+    expected = codes.view(torch.float8_e4m3fn).float() * scales.view(torch.float8_e8m0fnu).float()
+    number = expected.isfinite()
+    assert torch.equal(got.view(2048, 32)[number], expected[number])
+    assert not fine  # codes 0x7f and 0xff and scale 255 are among them
+    assert cpu.table_rows(codes.data_ptr(), scales.data_ptr(), torch.tensor([0]), 2048, 32)[1]
+    for outside in (-1, 2048):
+        assert not cpu.table_rows(codes.data_ptr(), scales.data_ptr(), torch.tensor([outside]), 2048, 32)[1]

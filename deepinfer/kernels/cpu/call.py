@@ -1,29 +1,56 @@
-"""From tensors to C: every argument in its declared type, checked before a pointer leaves Python."""
+"""From tensors to C: every function's argument types, declared once and checked by ctypes at each call."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from deepinfer.kernels.cpu.build import library
 
+# p = pointer (a contiguous CPU tensor, the address of a structure, or None), i = int64, f = float. The number of
+# threads follows as a last int. The order is that of the C declarations in csrc/.
+SIGNATURES = {
+    "linear_packed": "piiipipi",
+    "query_and_window_f32": "ppppippp",
+    "grouped_output_f32": "ppppip",
+    "moe_f32": "pppipppp",
+    "hyper_step_f32": "ppppppippppp",
+    "hyper_expand_f32": "ppppiip",
+    "sparse_attention_f32": "piiippippipfp",
+    "index_scores_f32": "pppppiiiiip",
+    "top_entries_f32": "ppiiip",
+    "candidate_mask_f32": "ppiiiip",
+    "engram_inject_f32": "ppppiifp",
+    "compress_pairs_f32": "pppiifp",
+    "rms_norm_f32": "ppiifp",
+    "apply_rope_f32": "pppiiiifp",
+    "copy_rows": "pppii",
+    "table_rows_f32": "pppiiipp",
+    "philox_uniform_f32": "ppppiiiip",
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
-def call(name: str, *arguments: Tensor | ctypes.Structure | int | float | None) -> None:
-    """Run the C function `name`: contiguous CPU tensors go as pointers, structures by reference, integers as
-    int64, floats as float, None as a null pointer; the number of threads follows as the last argument."""
+
+@functools.cache
+def _function(name: str) -> Callable[..., None]:
     handle = library().handle
     assert handle is not None, "select.py never comes here without a library"
-    values: list[object] = []
+    function = getattr(handle, name)
+    function.argtypes = [*(_TYPES[letter] for letter in SIGNATURES[name]), ctypes.c_int]
+    function.restype = None
+    return function
+
+
+def call(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Run the C function `name` with torch's number of threads."""
+    values = []
     for argument in arguments:
         if isinstance(argument, Tensor):
-            assert argument.is_contiguous() and argument.device.type == "cpu", name
-            values.append(ctypes.c_void_p(argument.data_ptr()))
-        elif isinstance(argument, int):
-            values.append(ctypes.c_int64(argument))
-        elif isinstance(argument, float):
-            values.append(ctypes.c_float(argument))
-        else:
-            values.append(argument if argument is None else ctypes.byref(argument))
-    getattr(handle, name)(*values, ctypes.c_int(torch.get_num_threads()))
+            assert argument.is_contiguous(), name
+            argument = argument.data_ptr()
+        values.append(argument)
+    _function(name)(*values, torch.get_num_threads())

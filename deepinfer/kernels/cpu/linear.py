@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.kernels.cpu.build import library
+from deepinfer.kernels.cpu.call import call
 
 PANEL = 16  # outputs side by side in memory, gemm.h's PANEL
 
@@ -29,20 +27,9 @@ def unpack(packed: Tensor, rows: int) -> Tensor:
 
 def linear_packed(x: Tensor, packed: Tensor, rows: int) -> Tensor:
     """x float32 [M, K], last dimension contiguous, any row stride -> float32 [M, rows]."""
-    handle = library().handle
-    assert handle is not None and x.dtype == torch.float32 and x.dim() == 2
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty(x.shape[0], rows)
-    handle.linear_packed(
-        ctypes.c_void_p(x.data_ptr()),
-        ctypes.c_int64(x.stride(0)),
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        ctypes.c_void_p(packed.data_ptr()),
-        ctypes.c_int64(rows),
-        ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int64(rows),
-        ctypes.c_int(torch.get_num_threads()),
-    )
+    sizes = (x.stride(0), x.shape[0], x.shape[1])
+    call("linear_packed", x.data_ptr(), *sizes, packed, rows, out, rows)
     return out

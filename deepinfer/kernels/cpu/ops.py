@@ -33,7 +33,7 @@ def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tu
     rows = x.shape[0]
     latent, kv = torch.empty(rows, w.rank), torch.empty(rows, w.head_dim)
     q = torch.empty(rows, w.heads, w.head_dim)
-    call("query_and_window_f32", w.packed, x, cos, sin, rows, latent, q, kv)
+    call("query_and_window_f32", w.address, x, cos, sin, rows, latent, q, kv)
     return latent, q, kv
 
 
@@ -41,7 +41,7 @@ def grouped_output(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Ten
     """`o` is turned back in place."""
     assert w.packed is not None
     out = torch.empty(o.shape[0], w.packed.width)
-    call("grouped_output_f32", w.packed, o, cos, sin, o.shape[0], out)
+    call("grouped_output_f32", w.address, o, cos, sin, o.shape[0], out)
     return out
 
 
@@ -50,7 +50,7 @@ def moe(x: Tensor, w: MoeWeights, row_bias: Tensor | None) -> tuple[Tensor, Tens
     rows = x.shape[0]
     ids, weights = torch.empty(rows, w.topk, dtype=torch.int64), torch.empty(rows, w.topk)
     scores, out = torch.empty(rows, w.bias.numel()), torch.empty_like(x)
-    call("moe_f32", w.packed, x, None if row_bias is None else row_bias.contiguous(), rows, ids, weights, scores, out)
+    call("moe_f32", w.address, x, None if row_bias is None else row_bias.contiguous(), rows, ids, weights, scores, out)
     return out, ids, weights, scores
 
 
@@ -63,7 +63,7 @@ def hyper_step(
     x, new_pre, post = torch.empty(rows, width), torch.empty(rows, copies), torch.empty(rows, copies)
     comb = torch.empty(rows, copies, copies)
     y, old_post, old_comb = (None, None, None) if update is None else update
-    call("hyper_step_f32", w.packed, stream, y, old_post, old_comb, pre, rows, expanded, x, new_pre, post, comb)
+    call("hyper_step_f32", w.address, stream, y, old_post, old_comb, pre, rows, expanded, x, new_pre, post, comb)
     return expanded, x, new_pre, post, comb
 
 
@@ -141,3 +141,12 @@ def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blo
 def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
     """pool [rows, D] of any dtype: pool[targets] = pool[sources]; no row is both."""
     call("copy_rows", pool, targets, sources, targets.numel(), pool.stride(0) * pool.element_size())
+
+
+def table_rows(codes: int, scales: int, ids: Tensor, rows: int, width: int) -> tuple[Tensor, bool]:
+    """Rows of a mapped Engram table: addresses of its e4m3 codes [rows, width] and E8M0 scales [rows, width / 32], ids
+    int64 [...] -> float32 [..., width], and whether every id was inside the table and every row free of NaN."""
+    ids = ids.contiguous()
+    out, bad = torch.empty(*ids.shape, width), torch.zeros(1, dtype=torch.int64)
+    call("table_rows_f32", codes, scales, ids, ids.numel(), rows, width, out, bad)
+    return out, not bool(bad)
