@@ -2,9 +2,9 @@
 
 Prefill tokens/s of one prompt and decode tokens/s of several batches, greedy, float32; each through `model.forward`
 (the step without sampling) and through `LLM.generate` (everything a user waits for). Every figure is a median of at
-least 20 steps (--quick: 3). The limit of a shape is the larger of two times: its matrix products at torch's
-float32 speed on the same shapes, and the bytes it must read at the measured bandwidth (benchmarks/step_cost.py says
-what is counted). `of peak` is stricter: all operations at the best rate that any of these shapes reached.
+least 20 steps (--quick: 3). The limit of a shape is the larger of two times: its matrix products at torch's best
+float32 speed on the same shapes, and the bytes it must read at the best bandwidth (benchmarks/step_cost.py says what is
+counted). `of peak` is stricter: all operations at the best rate that any of these shapes reached.
 
 Run it on an idle machine; the load average is recorded in the JSON.
 """

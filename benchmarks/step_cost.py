@@ -126,7 +126,8 @@ def _context(c: ModelConfig, shape: Shape, layer: int) -> tuple[list[Product], i
         if c.is_candidate_user(layer):
             scored = [min(seen, c.candidate_topk_blocks * c.candidate_block_size) for seen in visible]
         mean = _mean(scored)
-        found.append(Product("index scores", rows, c.index_n_heads, c.index_head_dim, mean, is_weight=False))
+        queries = shape.new * c.index_n_heads  # all rows of a sequence meet the same keys
+        found.append(Product("index scores", shape.batch, queries, c.index_head_dim, mean, is_weight=False))
         read += min(visible[-1], sum(scored)) * c.index_head_dim
     return found, shape.batch * read * KV_BYTES
 
