@@ -2,7 +2,6 @@
 
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib import import_module, metadata
@@ -49,8 +48,8 @@ def examine() -> Iterator[Finding]:
         yield Finding("triton", "note", f"{metadata.version('triton')}; GPU kernels are not built yet")
     except metadata.PackageNotFoundError:
         yield Finding("triton", "note", "not installed; GPU kernels are not built yet, so nothing is missed")
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    yield Finding("compiler", "note", compiler or "none; Triton needs one, the CPU path does not")
+    kernels = import_module("deepinfer.kernels.cpu.build").library()
+    yield Finding("cpu kernels", "ok" if kernels.handle else "note", kernels.explanation)
     yield from _model()
 
 

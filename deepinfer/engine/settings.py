@@ -7,6 +7,7 @@ import torch
 
 from deepinfer.config import BLOCK_SIZE, EngineConfig
 from deepinfer.env import read_environment
+from deepinfer.kernels import select
 from deepinfer.kernels.device import resolve_device
 
 DTYPES = ("float32", "bfloat16")
@@ -30,6 +31,7 @@ class Settings:
         lines = [
             f"deepinfer: {path}",
             f"  device {self.device}, dtype {self.dtype}, {torch.get_num_threads()} CPU threads",
+            f"  {select.explain(self.device, getattr(torch, self.dtype))}",
             f"  context {config.max_model_len} tokens, up to {config.max_num_seqs} sequences and "
             f"{config.max_num_batched_tokens} tokens per step, {config.num_blocks} cache blocks of {BLOCK_SIZE} tokens",
             f"  seeds of requests without one: {'random' if config.seed is None else f'drawn from seed {config.seed}'}",

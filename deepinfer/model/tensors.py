@@ -57,6 +57,13 @@ def tensor_specs(config: ModelConfig) -> dict[str, TensorSpec]:
     return {spec.name: spec for spec in _all(config)}
 
 
+def image_biases(config: ModelConfig) -> dict[str, TensorSpec]:
+    """`ffn.gate.bias_vl` of every backbone layer. A checkpoint without a vision_config may carry them or not: the
+    release lists them for all layers, and nothing but an image token ever reads them."""
+    names = (f"layers.{layer}.ffn.gate.bias_vl" for layer in range(config.num_hidden_layers))
+    return {name: TensorSpec(name, (config.n_routed_experts,), "F32", "vision") for name in names}
+
+
 def _all(c: ModelConfig) -> Iterator[TensorSpec]:
     yield TensorSpec("embed.weight", (c.vocab_size, c.hidden_size), "BF16", "embedding")
     for layer in range(c.num_hidden_layers):

@@ -19,7 +19,7 @@ from deepinfer.model.engram_table import EngramTable
 from deepinfer.model.finite import check_finite
 from deepinfer.model.inventory_check import locate
 from deepinfer.model.safetensors_header import CheckpointError, StoredTensor
-from deepinfer.model.tensors import GROUPS, TensorSpec, tensor_specs
+from deepinfer.model.tensors import GROUPS, TensorSpec, image_biases, tensor_specs
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -54,6 +54,9 @@ class CheckpointReader:
         self.path = Path(path)
         self.config = ModelConfig.from_dir(self.path) if config is None else config
         self._specs = tensor_specs(self.config)
+        if self.config.vision is None:
+            self._specs |= image_biases(self.config)
+            groups = set(groups) - {"vision"}
         self._stored = locate(self.path, self._specs, groups)
         self._descriptors: dict[Path, int] = {}
         self._tables: dict[str, EngramTable] = {}

@@ -114,18 +114,6 @@ def compress_pairs(first: Tensor, second: Tensor, norm: Tensor, eps: float) -> T
     return out
 
 
-def route(
-    logits: Tensor, bias: Tensor, *, topk: int, scale: float, normalize: bool, gate_temp: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, count = logits.shape
-    ids, weights = torch.empty(rows, topk, dtype=torch.int64), torch.empty(rows, topk)
-    scores = torch.empty_like(logits)
-    stride = 0 if bias.dim() == 1 else count
-    options = (topk, float(scale), int(normalize), float(gate_temp))
-    call("route_f32", logits, bias.contiguous(), stride, rows, count, *options, ids, weights, scores)
-    return ids, weights, scores
-
-
 def top_entries(scores: Tensor, k: int, allowed: Tensor | None = None) -> Tensor:
     entries = torch.empty(scores.shape[0], k, dtype=torch.int64)
     call("top_entries_f32", scores.contiguous(), allowed, *scores.shape, k, entries)
