@@ -123,7 +123,7 @@ class NanoModel(nn.Module):
         fill(self.w2, 0.02 * self.w2.shape[-1] ** -0.5)
         fill(self.gate, 0.5 * self.gate.shape[-1] ** -0.5)
         fill(self.idx_weights, self.idx_weights.shape[-1] ** -0.5)
-        fill(self.hc_fn, 0.1 * self.hc_fn.shape[-1] ** -0.5)
+        fill(self.hc_fn, 0.3 * self.hc_fn.shape[-1] ** -0.5)
         for table in self.tables:
             fill(table, 0.02)
         hc = self.config.hc_mult
@@ -135,7 +135,7 @@ class NanoModel(nn.Module):
                 base[layer, sub, hc : 2 * hc] = torch.empty(hc).normal_(0, 0.3, generator=generator)
                 base[layer, sub, 2 * hc :] = (4.0 * torch.eye(hc)).flatten()
         self.hc_base.copy_(base)
-        self.hc_scale.fill_(0.5)
+        self.hc_scale.fill_(0.1)
 
     # ------------------------------------------------------------------ weights of one pass
 

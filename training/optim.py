@@ -12,16 +12,17 @@ MUON = (
 )
 # AdamW learning rates; parameters not named take the last.
 ADAM_RATES = {
-    "embed": 0.03,
+    "embed": 0.015,
     "head": 0.004,
-    "tables": 0.02,
-    "gate": 0.002,
-    "hc_fn": 0.0005,
-    "hc_base": 0.004,
-    "hc_scale": 0.004,
+    "tables": 0.01,
+    "gate": 0.001,
+    # The mixing logits of mHC must stay small: rates ten times these let them grow past 100 within 2,000 steps.
+    "hc_fn": 0.00005,
+    "hc_base": 0.0005,
+    "hc_scale": 0.0002,
     "idx_weights": 0.002,
-    "sink": 0.01,
-    "": 0.005,  # norms, Engram gate weights
+    "sink": 0.003,
+    "": 0.003,  # norms, Engram gate weights
 }
 
 
@@ -41,7 +42,7 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
 class Optimizer:
     """Both optimisers over a model's parameters; state is a plain dict of tensors."""
 
-    def __init__(self, model: NanoModel, muon_rate: float = 0.02, decay: float = 0.1, momentum: float = 0.95):
+    def __init__(self, model: NanoModel, muon_rate: float = 0.015, decay: float = 0.1, momentum: float = 0.95):
         self.model, self.muon_rate, self.decay, self.momentum = model, muon_rate, decay, momentum
         named = dict(model.named_parameters())
         self.matrices = {name: named[name] for name in MUON}
@@ -68,7 +69,7 @@ class Optimizer:
         self.adam.step()
         waiting: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for name, p in self.matrices.items():
-            if p.grad is None:
+            if p.grad is None:  # untaught indexer: no decay either
                 continue
             buffer = self.buffers[name]
             buffer.lerp_(p.grad, 1 - self.momentum)
@@ -102,7 +103,7 @@ def balance_experts(model: NanoModel, loads: Tensor, speed: float) -> None:
     model.gate_bias += speed * torch.sign(load.mean(1, keepdim=True) - load)
 
 
-def rate_factor(progress: float, warmup: float = 0.008, decay_from: float = 0.5, floor: float = 0.02) -> float:
+def rate_factor(progress: float, warmup: float = 0.015, decay_from: float = 0.35, floor: float = 0.02) -> float:
     """Warm-up, constant, linear decay to `floor`, as a function of the fraction of the time budget."""
     if progress < warmup:
         return max(progress / warmup, 0.02)

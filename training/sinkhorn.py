@@ -1,7 +1,7 @@
-"""Sinkhorn normalisation of the 4x4 copy-mixing matrices: plain autograd on the CPU, one Triton kernel each way on a GPU.
+"""Sinkhorn normalisation of the 4x4 copy-mixing matrices: plain autograd on the CPU, a Triton kernel each way on a GPU.
 
-The GPU gradient is the one at the fixed point (both marginals equal one): exact when the iteration has converged,
-and it needs nothing stored but the result.
+The gradient walks the iterations backwards and needs their divisors only. (The gradient of the converged result would
+need nothing, but is wrong where 20 iterations have not converged: training with it blew the mixing logits up.)
 """
 
 from __future__ import annotations
@@ -36,46 +36,61 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(logits, out, n, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr):
+    def _forward_kernel(logits, out, sums, n, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr):
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        cell = tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-        offset = token[:, None, None] * 16 + cell[None, :, :]
-        mask = (token < n)[:, None, None]
+        lane = tl.arange(0, 4)
+        offset = token[:, None, None] * 16 + (lane[:, None] * 4 + lane[None, :])[None, :, :]
+        mask, mask4 = (token < n)[:, None, None], (token < n)[:, None]
+        at = sums + token[:, None].to(tl.int64) * (ITERS * 8) + lane[None, :]
         x = tl.load(logits + offset, mask=mask, other=0.0)
         x = tl.exp(x - tl.max(x, axis=2)[:, :, None])
         c = x / tl.sum(x, axis=2)[:, :, None] + eps
-        c = c / (tl.sum(c, axis=1)[:, None, :] + eps)
-        for _ in range(ITERS - 1):
-            c = c / (tl.sum(c, axis=2)[:, :, None] + eps)
-            c = c / (tl.sum(c, axis=1)[:, None, :] + eps)
+        for i in range(ITERS):
+            if i > 0:
+                row = tl.sum(c, axis=2) + eps
+                tl.store(at + i * 8, row, mask=mask4)
+                c = c / row[:, :, None]
+            column = tl.sum(c, axis=1) + eps
+            tl.store(at + i * 8 + 4, column, mask=mask4)
+            c = c / column[:, None, :]
         tl.store(out + offset, c, mask=mask)
 
     @triton.jit
-    def _backward_kernel(out, grad, grad_logits, n, ITERS: tl.constexpr, BLOCK: tl.constexpr):
+    def _backward_kernel(out, sums, grad, grad_logits, n, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr):
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        cell = tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-        offset = token[:, None, None] * 16 + cell[None, :, :]
-        mask = (token < n)[:, None, None]
+        lane = tl.arange(0, 4)
+        offset = token[:, None, None] * 16 + (lane[:, None] * 4 + lane[None, :])[None, :, :]
+        mask, mask4 = (token < n)[:, None, None], (token < n)[:, None]
+        at = sums + token[:, None].to(tl.int64) * (ITERS * 8) + lane[None, :]
         c = tl.load(out + offset, mask=mask, other=0.25)
-        s = c * tl.load(grad + offset, mask=mask, other=0.0)
-        # Subtract row and column terms (alternating projection) until every row and column of the result sums to 0.
-        for _ in range(ITERS):
-            s = s - c * tl.sum(s, axis=2)[:, :, None]
-            s = s - c * tl.sum(s, axis=1)[:, None, :]
-        tl.store(grad_logits + offset, s, mask=mask)
+        g = tl.load(grad + offset, mask=mask, other=0.0)
+        # new = old / s with s the sum of old: d_old = (d_new - sum(d_new * new)) / s, and old = new * s.
+        for k in range(ITERS):
+            i = ITERS - 1 - k
+            column = tl.load(at + i * 8 + 4, mask=mask4, other=1.0)
+            g = (g - tl.sum(g * c, axis=1)[:, None, :]) / column[:, None, :]
+            c = c * column[:, None, :]
+            if i > 0:
+                row = tl.load(at + i * 8, mask=mask4, other=1.0)
+                g = (g - tl.sum(g * c, axis=2)[:, :, None]) / row[:, :, None]
+                c = c * row[:, :, None]
+        p = c - eps
+        tl.store(grad_logits + offset, p * (g - tl.sum(g * p, axis=2)[:, :, None]), mask=mask)
 
     class _Sinkhorn(torch.autograd.Function):
         @staticmethod
         def forward(ctx, logits: Tensor, iters: int, eps: float) -> Tensor:
             out, n = torch.empty_like(logits), logits.shape[0]
-            _forward_kernel[(triton.cdiv(n, 128),)](logits, out, n, eps, ITERS=iters, BLOCK=128)
-            ctx.save_for_backward(out)
-            ctx.iters = iters
+            sums = logits.new_empty(n, iters, 8)  # divisors of every iteration: 4 rows (unused in the first), 4 columns
+            _forward_kernel[(triton.cdiv(n, 128),)](logits, out, sums, n, eps, ITERS=iters, BLOCK=128)
+            ctx.save_for_backward(out, sums)
+            ctx.eps = eps
             return out
 
         @staticmethod
         def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-            (out,) = ctx.saved_tensors
-            result, n = torch.empty_like(out), out.shape[0]
-            _backward_kernel[(triton.cdiv(n, 128),)](out, grad.contiguous(), result, n, ITERS=ctx.iters, BLOCK=128)
+            out, sums = ctx.saved_tensors
+            result, (n, iters, _) = torch.empty_like(out), sums.shape
+            grid = (triton.cdiv(n, 128),)
+            _backward_kernel[grid](out, sums, grad.contiguous(), result, n, ctx.eps, ITERS=iters, BLOCK=128)
             return result, None, None

@@ -8,6 +8,7 @@ Resumable: a checkpoint (weights, optimiser, elapsed seconds) is written every f
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from training.optim import Optimizer, balance_experts, rate_factor
 from training.tokenizer import load_tokenizer, token_map
 
 TEXT = {"prose": 0.22, "doc": 0.24, "code": 0.33, "zh": 0.03, "zh-en": 0.005}
-EARLY = TEXT | {"chat": 0.08, "look1024": 0.08}
-MIDDLE = TEXT | {"chat": 0.08, "look4096": 0.10}
+EARLY = TEXT | {"chat": 0.08, "look1024": 0.12}
+MIDDLE = TEXT | {"chat": 0.08, "look4096": 0.13}
 LATE = TEXT | {"chat": 0.16, "look4096": 0.13}
 FINAL = {"prose": 0.11, "doc": 0.11, "code": 0.17, "zh": 0.02, "chat": 0.40, "look4096": 0.19}
 
@@ -51,6 +52,35 @@ PHASES = (
     Phase("sparse-quant", 0.91, 4096, True, True, 64, LATE),
     Phase("chat", 1.01, 4096, True, True, 64, FINAL),
 )
+
+
+class Guard:
+    """Takes the run back to its last good state when the loss jumps, with a lower learning rate from then on."""
+
+    def __init__(self, model: NanoModel, optimizer: Optimizer, jump: float = 1.12, every: int = 4):
+        self.model, self.optimizer, self.jump, self.every = model, optimizer, jump, every
+        self.losses: list[torch.Tensor] = []
+        self.scale = 1.0
+        self.phase, self.best, self.checks = "", float("inf"), 0
+        self.kept: dict | None = None
+
+    def check(self, phase: str) -> bool:
+        """Looks at the mean loss since the last call; True if it rolled back."""
+        mean = torch.stack(self.losses).mean().item() if self.losses else float("inf")
+        self.losses = []
+        if phase != self.phase:  # another mixture: losses do not compare
+            self.phase, self.best, self.checks, self.kept = phase, float("inf"), 0, None
+        self.checks += 1
+        if self.kept is not None and not mean < self.best * self.jump:
+            self.model.load_state_dict(self.kept["model"])
+            self.optimizer.load_state_dict(copy.deepcopy(self.kept["optimizer"]))
+            self.scale *= 0.7
+            return True
+        self.best = mean if self.best == float("inf") else min(self.best, 0.5 * (self.best + mean))
+        if self.checks % self.every == 0 or self.kept is None:
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            self.kept = copy.deepcopy(state)
+        return False
 
 
 class Trainer:
@@ -133,6 +163,7 @@ class Trainer:
         names = [p.name for p in PHASES]
         current, mark, marked, saved = None, time.time(), self.tokens, time.time()
         totals: dict[str, list[float]] = {}
+        guard = Guard(self.model, self.optimizer)
         generator = torch.Generator(device=self.device).manual_seed(args.seed + self.step)
         while True:
             progress = self.elapsed() / args.seconds
@@ -151,8 +182,14 @@ class Trainer:
             mode = Mode(args.dtype, args.flex, phase.sparse, phase.quant, min(phase.teach_rows, length))
             out = self.model(batch.tokens, batch.targets, mode, generator)
             live = (batch.targets >= 0).sum()
-            (out.nll.sum() / live + 0.1 * out.index_loss).backward()
-            factor = rate_factor(progress)
+            loss = out.nll.sum() / live
+            (loss + 0.1 * out.index_loss).backward()
+            if not mode.teach_rows:
+                for name, p in self.model.named_parameters():
+                    if name.startswith("idx_"):
+                        p.grad = None
+            factor = rate_factor(progress) * guard.scale
+            guard.losses.append(loss.detach())
             self.optimizer.step(factor)
             balance_experts(self.model, out.loads, 1e-3 * min(1.0, 2 * factor))
             self.step += 1
@@ -173,6 +210,8 @@ class Trainer:
                 )
                 totals, mark, marked = {}, now, self.tokens
                 self.refresh()
+                if guard.check(phase.name):
+                    self.log(rolled_back=True, scale=guard.scale)
                 if now - saved > args.save_every:
                     self.save()
                     saved = now
@@ -211,7 +250,7 @@ def main() -> None:
     parser.add_argument("--phase", default="", help="stay in one phase (tests)")
     parser.add_argument("--batch-tokens", type=int, default=131072)
     parser.add_argument("--max-length", type=int, default=4096)
-    parser.add_argument("--muon-rate", type=float, default=0.02)
+    parser.add_argument("--muon-rate", type=float, default=0.015)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--save-every", type=float, default=150)
     parser.add_argument("--seed", type=int, default=1)
