@@ -79,12 +79,12 @@ def test_fp4_codes() -> None:
 
 @pytest.mark.slow
 def test_engine_agrees_with_the_training_model() -> None:
-    load_model = pytest.importorskip("deepinfer.model").load_model
+    llm = pytest.importorskip("deepinfer").LLM(model=str(MODEL), device="cpu", dtype="float32", verbose=False)
     tokenizer = load_tokenizer(MODEL)
     ids = [0, *tokenizer.encode(TEXT * 40).ids][:700]
     model = NanoModel(NanoConfig.load(MODEL), token_map(tokenizer))
     load_export(model, MODEL)
     with torch.no_grad():
         want = model.logits(torch.tensor([ids]), Mode(sparse=True))[0]
-    got = torch.as_tensor(load_model(str(MODEL), dtype="float32").logits(ids))
+    got = llm.logits(ids)
     assert (got - want).abs().max() < 1e-3 * want.abs().max()
