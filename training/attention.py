@@ -1,6 +1,6 @@
 """Attention over window tokens and compressed entries in one key list (K = V, one KV head), with a sink per head.
 
-Key list of a row: T window entries, then n = T // r compressed entries; entry j of ratio r stands for tokens j*r .. j*r+r-1.
+Key list of a row: T window entries, then n = T // r compressed entries; entry j of ratio r is tokens j*r .. j*r+r-1.
 A query sees keys of its own document only.
 """
 
@@ -53,7 +53,7 @@ def attend_reference(q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Ten
 
 def build_block_mask(start: Tensor, ratio: int, window: int, selected: Tensor | None = None) -> BlockMask:
     """FlexAttention mask of the key list for this batch's documents; `selected` [B, T, n] bool narrows the entries."""
-    b, t = start.shape
+    t = start.shape[1]
     total = t + (t // ratio if ratio else 0)
 
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Reading the text corpus and turning it into token streams.
 
-A shard is an xz file of JSON lines {"text", "src", "kind", "name"}. A document becomes BOS + text + EOS; the documents of
-one kind and one shard are stored back to back as uint16 in `<shard>.<kind>.u16`.
+A shard is an xz file of JSON lines {"text", "src", "kind", "name"}. A document becomes BOS + text + EOS; the documents
+of one kind and one shard are stored back to back as uint16 in `<shard>.<kind>.u16`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def documents(shard: str | Path) -> Iterator[dict[str, str]]:
 
 
 def sample_texts(folder: str | Path, megabytes: float) -> Iterator[str]:
-    """A sample for the tokeniser; prose is kept whole, Chinese is thinned because it would take a third of the merges."""
+    """A sample for the tokeniser; Chinese is thinned because it would take a third of the merges."""
     left = megabytes * 1e6
     for shard in sorted(Path(folder).glob("train-*.jsonl.xz")):
         for number, record in enumerate(documents(shard)):

@@ -1,7 +1,7 @@
 """Token streams on the training device and batches mixed from them.
 
-A stream is a flat run of documents (BOS ... EOS). Rows are cut from it at a fresh phase every epoch and visited in random
-order. "Record" streams hold samples of exactly the row length, which are never cut.
+A stream is a flat run of documents (BOS ... EOS). Rows are cut from it at a fresh phase every epoch and visited in
+random order. "Record" streams hold samples of exactly the row length, which are never cut.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Mixer:
         total = sum(usable.values())
         wanted = {k: rows * s / total + self.debt.get(k, 0.0) for k, s in usable.items()}
         counts = {k: int(v) for k, v in wanted.items()}
-        for k in sorted(wanted, key=lambda k: wanted[k] - counts[k], reverse=True)[: max(0, rows - sum(counts.values()))]:
+        for k in sorted(wanted, key=lambda k: wanted[k] - counts[k], reverse=True)[
+            : max(0, rows - sum(counts.values()))
+        ]:
             counts[k] += 1
         self.debt = {k: wanted[k] - counts[k] for k in wanted}
         parts, kinds = [], []

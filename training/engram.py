@@ -28,7 +28,7 @@ class EngramHasher(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """tokens, start [B, T] (start: row position where the token's document begins) -> rows [layers, B*T, columns]."""
+        """tokens, start [B, T] (row position where the document begins) -> rows [layers, B*T, columns]."""
         if not len(self.primes):
             return tokens.new_zeros(0)
         ids, position = self.map[tokens], torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,7 +1,7 @@
 """Evaluation on the training device: held-out loss per kind and mode, look-ups, tool calls and short answers.
 
-Everything runs as [rows, 4096] batches of the training size, so compiled regions are reused; short prompts share a row as
-separate documents (attention and n-grams stop at BOS).
+Everything runs as [rows, 4096] batches of the training size, so compiled regions are reused; short prompts share a row
+as separate documents (attention and n-grams stop at BOS).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ LENGTH, SLOT = 4096, 1024
 class Evaluator:
     """Measures a model with batches of `rows` x 4096 tokens."""
 
-    def __init__(self, model: NanoModel, tokenizer: Tokenizer, device: torch.device, rows: int, dtype: torch.dtype, flex: bool):
+    def __init__(
+        self, model: NanoModel, tokenizer: Tokenizer, device: torch.device, rows: int, dtype: torch.dtype, flex: bool
+    ):
         self.model, self.tokenizer, self.device, self.rows = model, tokenizer, device, rows
         self.dtype, self.flex = dtype, flex
 
@@ -61,7 +63,7 @@ class Evaluator:
         return packed
 
     def losses(self, packed: dict[str, tuple[np.ndarray, int]], mode: Mode) -> dict[str, dict[str, float]]:
-        """Nats per token and bits per byte of each kind; the first token of each row is conditioned on nothing and free."""
+        """Nats per token and bits per byte of each kind; the first token of a row is free."""
         result = {}
         for kind, (rows, size) in packed.items():
             total, count = 0.0, 0
@@ -83,7 +85,9 @@ class Evaluator:
 
     # ------------------------------------------------------------------ look-ups
 
-    def lookups(self, hay: Haystack, mode: Mode, distances: tuple[int, ...], count: int, seed: int = 7) -> dict[str, float]:
+    def lookups(
+        self, hay: Haystack, mode: Mode, distances: tuple[int, ...], count: int, seed: int = 7
+    ) -> dict[str, float]:
         """Share of probes whose whole greedy answer is right (the answer is fed; every argmax must agree with it)."""
         rng, result = random.Random(seed), {}
         for distance in distances:
@@ -112,7 +116,7 @@ class Evaluator:
     # ------------------------------------------------------------------ generation
 
     def generate(self, prompts: list[str], mode: Mode, limit: int) -> list[str]:
-        """Greedy answers up to EOS or `limit` tokens, by recomputing whole rows; prompts share rows in slots of 1024."""
+        """Greedy answers up to EOS or `limit` tokens, recomputing whole rows; prompts share rows in slots."""
         per_row = LENGTH // SLOT
         answers: list[str] = []
         for first in range(0, len(prompts), self.rows * per_row):
@@ -181,9 +185,16 @@ class Evaluator:
         """Greedy continuations of fixed prompts."""
         bos, user, cue = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜></think>"
         prompts = [
-            f"{bos}def fibonacci(n):\n", f"{bos}The history of the city", f"{bos}It was a cold winter evening, and", f"{bos}import numpy as np\n\n",
-            f"{bos}# Installation\n\n", f"{bos}class Stack:\n    def __init__(self):\n", f"{bos}{user}What is the capital of France?{cue}",
-            f"{bos}{user}Hello, who are you?{cue}", f"{bos}{user}What is 12 + 30?{cue}", f"{bos}{user}Write a Python function that checks if a number is prime.{cue}",
+            f"{bos}def fibonacci(n):\n",
+            f"{bos}The history of the city",
+            f"{bos}It was a cold winter evening, and",
+            f"{bos}import numpy as np\n\n",
+            f"{bos}# Installation\n\n",
+            f"{bos}class Stack:\n    def __init__(self):\n",
+            f"{bos}{user}What is the capital of France?{cue}",
+            f"{bos}{user}Hello, who are you?{cue}",
+            f"{bos}{user}What is 12 + 30?{cue}",
+            f"{bos}{user}Write a Python function that checks if a number is prime.{cue}",
         ]  # fmt: skip
         answers = self.generate(prompts, mode, 96)
         return [{"prompt": p, "answer": a} for p, a in zip(prompts, answers, strict=True)]

@@ -126,7 +126,14 @@ def export_model(model: NanoModel, folder: str | Path) -> int:
     }
     write_json(folder / "model.safetensors.index.json", index)
     write_json(folder / "config.json", model.config.to_json())
-    generation = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "do_sample": True, "temperature": 0.7, "top_p": 0.95}
+    generation = {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.95,
+    }
     write_json(folder / "generation_config.json", generation)
     return total
 

@@ -55,7 +55,7 @@ def candidate_blocks(scores: Tensor, start: Tensor, ratio: int, block: int, top_
 
     The block of the query's newest entry always counts; then the blocks with the best entry.
     """
-    b, t, n = scores.shape
+    _, t, n = scores.shape
     best = F.pad(scores, (0, -n % block), value=-torch.inf).unflatten(-1, (-1, block)).amax(-1)  # [B, T, blocks]
     newest = (torch.arange(1, t + 1, device=scores.device) // ratio - 1) // block
     own = (torch.arange(best.shape[-1], device=scores.device) == newest[:, None]) & (best > -torch.inf)

@@ -1,7 +1,7 @@
 """The trainable model: the architecture of the released checkpoint, batched, with autograd.
 
-Weights of equal shape are stacked over the layers (the optimiser works on whole stacks). `Mode` says how to run: bf16 on a
-GPU with compiled regions and FlexAttention, or float32 with plain dense masks; dense or selected compressed entries;
+Weights of equal shape are stacked over the layers (the optimiser works on whole stacks). `Mode` says how to run: bf16
+on a GPU with compiled regions and FlexAttention, or float32 with plain dense masks; dense or selected compressed entries;
 with or without the checkpoint's number formats in the loop.
 """
 
@@ -159,7 +159,9 @@ class NanoModel(nn.Module):
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, tokens: Tensor, targets: Tensor | None, mode: Mode, generator: torch.Generator | None = None) -> Output:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None, mode: Mode, generator: torch.Generator | None = None
+    ) -> Output:
         """tokens [B, T] int64; targets [B, T] int64 with -100 where nothing is predicted, or None for no loss."""
         c, run = self.config, self.run
         b, t = tokens.shape
@@ -262,11 +264,11 @@ class NanoModel(nn.Module):
         o, lse = run("attend_flex" if mode.flex else "attend_reference", q4.transpose(1, 2), keys, mask)
         if ratio and s.rows is not None:
             lse_rows = lse.transpose(1, 2)[:, s.rows]
-            mass = run("teacher_mass", q4[:, s.rows].detach(), lse_rows.detach(), w["sink"][layer].detach(), s.entries.detach())
+            mass = run(
+                "teacher_mass", q4[:, s.rows].detach(), lse_rows.detach(), w["sink"][layer].detach(), s.entries.detach()
+            )
             s.index[-1].target = s.index[-1].target + mass
-        return run(
-            "attn_out", o, lse, w["sink"][layer], cos, sin, w["wo_a"][layer], w["wo_b"][layer], rd, mode.quant
-        )
+        return run("attn_out", o, lse, w["sink"][layer], cos, sin, w["wo_a"][layer], w["wo_b"][layer], rd, mode.quant)
 
     def _open_index(self, layer: int, ratio: int, qr: Tensor, u: Tensor, s: _State, cos: Tensor, sin: Tensor) -> None:
         """Queries of an index source (no gradient into the backbone) and, when sparse, its selection and mask."""
@@ -291,9 +293,7 @@ class NanoModel(nn.Module):
             )  # fmt: skip
             blocks = None
             if layer == source:
-                blocks = candidate_blocks(
-                    scores, s.start[cut], ratio, c.candidate_block_size, c.candidate_topk_blocks
-                )
+                blocks = candidate_blocks(scores, s.start[cut], ratio, c.candidate_block_size, c.candidate_topk_blocks)
             parts.append((found, blocks))
         index.selected = torch.cat([found for found, _ in parts])
         if layer == source:

@@ -81,7 +81,9 @@ def dispatch(ids: Tensor, experts: int) -> Dispatch:
     row = torch.arange(n * k, device=ids.device) + shift[flat[order]]
     row_of_slot = torch.empty_like(flat).scatter_(0, order, row)
     slot_of_row = torch.zeros(rows, dtype=torch.int64, device=ids.device).scatter_(0, row, order)
-    valid = torch.zeros(rows, dtype=torch.bool, device=ids.device).scatter_(0, row, torch.ones_like(row, dtype=torch.bool))
+    valid = torch.zeros(rows, dtype=torch.bool, device=ids.device).scatter_(
+        0, row, torch.ones_like(row, dtype=torch.bool)
+    )
     ends = torch.cat([ends[:-1], torch.full_like(ends[:1], rows)]).to(torch.int32)
     return Dispatch(row_of_slot.view(n, k), slot_of_row, valid, ends, counts)
 
@@ -101,7 +103,15 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def experts(
-    x: Tensor, weights: Tensor, d: Dispatch, w13: Tensor, w2: Tensor, sw13: Tensor, sw2: Tensor, limit: float, quant: bool
+    x: Tensor,
+    weights: Tensor,
+    d: Dispatch,
+    w13: Tensor,
+    w2: Tensor,
+    sw13: Tensor,
+    sw2: Tensor,
+    limit: float,
+    quant: bool,
 ) -> Tensor:
     """Routed plus shared experts: x [N, D], weights [N, K] -> [N, D]."""
     k = weights.shape[1]

@@ -50,7 +50,9 @@ def step(x: Tensor, y: Tensor, post: Tensor, comb: Tensor, pre: Tensor, fn: Tens
     return x, *enter(x, pre, fn, base, scale, norm, eps, hc_eps)
 
 
-def inject(x: Tensor, table: Tensor, rows: Tensor, wkv: Tensor, qw: Tensor, kw: Tensor, eps: float, quant: bool) -> Tensor:
+def inject(
+    x: Tensor, table: Tensor, rows: Tensor, wkv: Tensor, qw: Tensor, kw: Tensor, eps: float, quant: bool
+) -> Tensor:
     """Engram with its table lookup; rows [N, columns]."""
     e = F.embedding(rows, table).flatten(1).to(x.dtype)
     e = straight(e, act_fp8) if quant else e
@@ -58,7 +60,7 @@ def inject(x: Tensor, table: Tensor, rows: Tensor, wkv: Tensor, qw: Tensor, kw: 
 
 
 def attn_in(u: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, kv_norm: Tensor, cos: Tensor,
-            sin: Tensor, heads: int, rope_dim: int, eps: float, quant: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+            sin: Tensor, heads: int, rope_dim: int, eps: float, quant: bool) -> tuple[Tensor, ...]:  # fmt: skip
     """u [N, D] -> qr [N, q_lora], q [N, heads, d] and window KV [N, d], both rotated."""
     u = straight(u, act_fp8) if quant else u
     qr = rms_norm(u @ wq_a.t(), q_norm, eps)

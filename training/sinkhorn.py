@@ -45,11 +45,13 @@ if triton is not None:
         x = tl.load(logits + offset, mask=mask, other=0.0)
         x = tl.exp(x - tl.max(x, axis=2)[:, :, None])
         c = x / tl.sum(x, axis=2)[:, :, None] + eps
-        for i in range(ITERS):
-            if i > 0:
-                row = tl.sum(c, axis=2) + eps
-                tl.store(at + i * 8, row, mask=mask4)
-                c = c / row[:, :, None]
+        column = tl.sum(c, axis=1) + eps
+        tl.store(at + 4, column, mask=mask4)
+        c = c / column[:, None, :]
+        for i in range(1, ITERS):
+            row = tl.sum(c, axis=2) + eps
+            tl.store(at + i * 8, row, mask=mask4)
+            c = c / row[:, :, None]
             column = tl.sum(c, axis=1) + eps
             tl.store(at + i * 8 + 4, column, mask=mask4)
             c = c / column[:, None, :]
@@ -65,15 +67,17 @@ if triton is not None:
         c = tl.load(out + offset, mask=mask, other=0.25)
         g = tl.load(grad + offset, mask=mask, other=0.0)
         # new = old / s with s the sum of old: d_old = (d_new - sum(d_new * new)) / s, and old = new * s.
-        for k in range(ITERS):
-            i = ITERS - 1 - k
+        for k in range(1, ITERS):
+            i = ITERS - k
             column = tl.load(at + i * 8 + 4, mask=mask4, other=1.0)
             g = (g - tl.sum(g * c, axis=1)[:, None, :]) / column[:, None, :]
             c = c * column[:, None, :]
-            if i > 0:
-                row = tl.load(at + i * 8, mask=mask4, other=1.0)
-                g = (g - tl.sum(g * c, axis=2)[:, :, None]) / row[:, :, None]
-                c = c * row[:, :, None]
+            row = tl.load(at + i * 8, mask=mask4, other=1.0)
+            g = (g - tl.sum(g * c, axis=2)[:, :, None]) / row[:, :, None]
+            c = c * row[:, :, None]
+        column = tl.load(at + 4, mask=mask4, other=1.0)
+        g = (g - tl.sum(g * c, axis=1)[:, None, :]) / column[:, None, :]
+        c = c * column[:, None, :]
         p = c - eps
         tl.store(grad_logits + offset, p * (g - tl.sum(g * p, axis=2)[:, :, None]), mask=mask)
 

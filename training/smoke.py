@@ -1,7 +1,7 @@
 """Device check before a long run: kernels against plain references, then speed and hot kernels of chosen phases.
 
-    python -m training.smoke kernels
-    python -m training.smoke speed PHASE BATCH_TOKENS STEPS DATA
+python -m training.smoke kernels
+python -m training.smoke speed PHASE BATCH_TOKENS STEPS DATA
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def check_kernels() -> None:
             g, gl = torch.randn_like(out), torch.randn_like(lse)
             got_grads = torch.autograd.grad([out, lse], [q, keys], [g, gl])
             want_grads = torch.autograd.grad([want, want_lse], [q, keys], [g, gl])
-            errors = [relative(a, b) for a, b in zip((out, lse, *got_grads), (want, want_lse, *want_grads), strict=True)]
+            errors = [
+                relative(a, b) for a, b in zip((out, lse, *got_grads), (want, want_lse, *want_grads), strict=True)
+            ]
             print("flex", ratio, chosen is not None, [f"{e:.1e}" for e in errors], flush=True)
 
     n, dim, f, e = 4096, 256, 192, 16

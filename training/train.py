@@ -222,10 +222,11 @@ class Trainer:
             "steps": self.step,
             "seconds": round(self.elapsed(), 1),
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "epochs": {kind: round(stream.taken / max(1, len(stream.data)), 2) for kind, stream in self.mixer.streams.items()},
+            "epochs": {
+                kind: round(stream.taken / max(1, len(stream.data)), 2) for kind, stream in self.mixer.streams.items()
+            },
         }
         self.log(done=True, **self.metrics)
-
 
     def evaluate(self) -> None:
         """Evaluates on held-out data and writes metrics.json, part by part."""

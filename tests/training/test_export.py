@@ -16,7 +16,9 @@ from training.model import Mode, NanoModel
 from training.tokenizer import load_tokenizer, token_map
 
 MODEL = Path(__file__).parents[2] / "models/nano"
-TEXT = "The river ran past the old mill. In the morning a boat came down from the hills.\n\ndef area(width, height):\n    "
+TEXT = (
+    "The river ran past the old mill. In the morning a boat came down from the hills.\n\ndef area(width, height):\n    "
+)
 
 
 @pytest.fixture(scope="module")

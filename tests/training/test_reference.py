@@ -1,4 +1,4 @@
-"""The training model in float32 against recorded logits of small reference checkpoints (read where they are present)."""
+"""The training model in float32 against recorded logits of small reference checkpoints, where those are present."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,11 @@ from training.export import load_export
 from training.model import Mode, NanoModel
 from training.tokenizer import token_map
 
-ROOTS = [Path(__file__).parents[1] / "golden", Path(__file__).parents[2] / "shared/golden", Path(__file__).parents[3] / "shared/golden"]
+ROOTS = [
+    Path(__file__).parents[1] / "golden",
+    Path(__file__).parents[2] / "shared/golden",
+    Path(__file__).parents[3] / "shared/golden",
+]
 CASES = ["01-core-trace", "04-engram-repeat", "06-yarn-long"]
 
 

@@ -33,7 +33,13 @@ def test_broken_calls_are_refused() -> None:
     sample = tool_chat(random.Random(2), PHRASES, "train", calls_only=True)
     block = sample.turns[1][2].strip("\n")
     name = sample.turns[1][2].split('invoke name="')[1].split('"')[0]
-    for wrong in (block[:-1], block.replace(name, "unknown_tool"), block.replace("｜DSML｜ invoke", "｜DSML｜invoke"), block + "x", "no call"):
+    for wrong in (
+        block[:-1],
+        block.replace(name, "unknown_tool"),
+        block.replace("｜DSML｜ invoke", "｜DSML｜invoke"),
+        block + "x",
+        "no call",
+    ):
         assert not valid_call(wrong, sample.tools)
 
 

@@ -32,7 +32,10 @@ def test_protocol_tokens_survive_skipping_specials(tokenizer: Tokenizer) -> None
 @pytest.mark.parametrize("seed", range(20))
 def test_any_text_comes_back(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
-    text = "".join(chr(rng.choice([rng.randrange(32, 127), rng.randrange(0x250), rng.randrange(0xE000, 0x11000)])) for _ in range(300))
+    text = "".join(
+        chr(rng.choice([rng.randrange(32, 127), rng.randrange(0x250), rng.randrange(0xE000, 0x11000)]))
+        for _ in range(300)
+    )
     text += "\r\n\t  x\n\n    y \u00a0 中文🙂\x00" + "".join(rng.choices(" \n\tab", k=50))
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 

@@ -14,9 +14,11 @@ from training.sinkhorn import sinkhorn
 from training.train import PHASES, Guard
 
 CONFIG = NanoConfig(
-    vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, head_dim=32, qk_rope_head_dim=16, q_lora_rank=32,
-    o_groups=2, o_lora_rank=32, moe_intermediate_size=32, n_routed_experts=4, sliding_window=8, max_position_embeddings=128,
-    compress_ratios=[0, 2, 1, 1], kv_source_layer_ids=[1, 2], index_source_layer_ids=[1, 2, 3], index_n_heads=2, index_head_dim=32,
+    vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, head_dim=32, qk_rope_head_dim=16,
+    q_lora_rank=32, o_groups=2, o_lora_rank=32, moe_intermediate_size=32, n_routed_experts=4, sliding_window=8,
+    max_position_embeddings=128,
+    compress_ratios=[0, 2, 1, 1], kv_source_layer_ids=[1, 2], index_source_layer_ids=[1, 2, 3], index_n_heads=2,
+    index_head_dim=32,
     index_topk=4, candidate_source_layer_id=2, candidate_topk_blocks=3, candidate_block_size=4, engram_layer_ids=[1],
     engram_vocab_size=50, engram_n_heads=2, engram_compressed_vocab_size=64,
 )  # fmt: skip
@@ -106,7 +108,9 @@ def test_orthogonalise() -> None:
 
 def test_sinkhorn_is_doubly_stochastic() -> None:
     c = sinkhorn(torch.randn(10, 4, 4), 20, 1e-6)
-    assert torch.allclose(c.sum(-1), torch.ones(10, 4), atol=1e-4) and torch.allclose(c.sum(-2), torch.ones(10, 4), atol=1e-4)
+    assert torch.allclose(c.sum(-1), torch.ones(10, 4), atol=1e-4) and torch.allclose(
+        c.sum(-2), torch.ones(10, 4), atol=1e-4
+    )
 
 
 def test_schedule_and_phases() -> None:

@@ -1,7 +1,7 @@
 """Writes synthetic token streams with many processes.
 
-    python -m training.synth.build chat --phrases FILE --out DIR --count 120000
-    python -m training.synth.build look --length 4096 --data DIR --out DIR --count 4000
+python -m training.synth.build chat --phrases FILE --out DIR --count 120000
+python -m training.synth.build look --length 4096 --data DIR --out DIR --count 4000
 """
 
 from __future__ import annotations

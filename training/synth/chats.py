@@ -7,7 +7,15 @@ import random
 from training.synth import facts, pick, tasks, tools
 from training.synth.render import Chat, Phrases
 
-SYSTEMS = ["", "", "", "You are a helpful assistant.", "You are nano, a small assistant.", "Answer briefly.", "You answer questions truthfully."]
+SYSTEMS = [
+    "",
+    "",
+    "",
+    "You are a helpful assistant.",
+    "You are nano, a small assistant.",
+    "Answer briefly.",
+    "You answer questions truthfully.",
+]
 
 
 def chat(rng: random.Random, phrases: Phrases, split: str = "train") -> str:
@@ -24,7 +32,15 @@ def chat(rng: random.Random, phrases: Phrases, split: str = "train") -> str:
     if draw < 0.58:
         turns = tasks.memory(rng, split)
     else:
-        makers = [facts.ask_fact, facts.ask_fact, facts.ask_fact, tasks.arithmetic, tasks.arithmetic, tasks.strings, tasks.python_code]
+        makers = [
+            facts.ask_fact,
+            facts.ask_fact,
+            facts.ask_fact,
+            tasks.arithmetic,
+            tasks.arithmetic,
+            tasks.strings,
+            tasks.python_code,
+        ]
         turns = [rng.choice(makers)(rng, split) for _ in range(rng.choice([1, 1, 2, 3]))]
     for question, reasoning, answer in turns:
         result.user(question).assistant(answer, reasoning)

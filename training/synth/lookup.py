@@ -141,7 +141,13 @@ def copy_row(rng: random.Random, length: int, hay: Haystack, encode: Encode, spl
         piece = hay.cut(rng, size)
         if rng.random() < 0.6:
             piece = encode(" ".join(rng.choice(rng.choice([w.NOUNS, w.ADJECTIVES, w.LAST])) for _ in range(size // 3)))
-        row += encode("\nText:\n") + piece + hay.cut(rng, rng.randrange(0, length // 4)) + encode("\nThe same text again:\n") + piece
+        row += (
+            encode("\nText:\n")
+            + piece
+            + hay.cut(rng, rng.randrange(0, length // 4))
+            + encode("\nThe same text again:\n")
+            + piece
+        )
     return row[:length]
 
 

@@ -52,7 +52,9 @@ class Chat:
         """Tool results, in the order of the calls."""
         return self.user("\n\n".join(f"<tool_result>{text}</tool_result>" for text in texts))
 
-    def assistant(self, content: str, reasoning: str = "", calls: list[tuple[str, dict[str, Any]]] | None = None) -> Chat:
+    def assistant(
+        self, content: str, reasoning: str = "", calls: list[tuple[str, dict[str, Any]]] | None = None
+    ) -> Chat:
         self.turns.append(("assistant", reasoning, content + (f"\n\n{render_calls(calls)}" if calls else "")))
         return self
 
