@@ -1,8 +1,8 @@
 """The trainable model: the architecture of the released checkpoint, batched, with autograd.
 
 Weights of equal shape are stacked over the layers (the optimiser works on whole stacks). `Mode` says how to run: bf16
-on a GPU with compiled regions and FlexAttention, or float32 with plain dense masks; dense or selected compressed entries;
-with or without the checkpoint's number formats in the loop.
+on a GPU with compiled regions and FlexAttention, or float32 with plain dense masks; dense or selected entries; with or
+without the checkpoint's number formats in the loop.
 """
 
 from __future__ import annotations

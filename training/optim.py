@@ -7,8 +7,12 @@ from torch import Tensor
 
 from training.model import NanoModel
 
-MUON = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w13", "w2", "sw13", "sw2", "comp_wkv", "comp_wgate", "idx_wk")
-MUON += ("idx_wq_b", "engram_wkv")
+# fmt: off
+MUON = (
+    "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w13", "w2", "sw13", "sw2", "comp_wkv", "comp_wgate", "idx_wk", "idx_wq_b",
+    "engram_wkv",
+)
+# fmt: on
 # AdamW learning rates; parameters not named take the last.
 ADAM_RATES = {
     "embed": 0.015,
