@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 
 import torch
@@ -78,7 +79,7 @@ def check_speed(phase: str, batch_tokens: int, steps: int, data: str, profile: b
     from training.train import Trainer
 
     args = argparse.Namespace(
-        data=data, out="/tmp/smoke-out", tokenizer="models/nano", seconds=1e6, began=0, steps=5, phase=phase,
+        data=data, out=tempfile.mkdtemp(), tokenizer="models/nano", seconds=1e6, began=0, steps=5, phase=phase,
         batch_tokens=batch_tokens, max_length=4096, muon_rate=0.02, log_every=5, save_every=1e9, seed=1, device="cuda",
         resume=False, compile=True, dtype=torch.bfloat16, flex=True,
     )  # fmt: skip
