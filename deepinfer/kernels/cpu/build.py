@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT_S = 300  # a compile takes 5 to 20 seconds on a slow machine
 
@@ -45,23 +45,21 @@ def _cache_folder() -> Path:
 
 
 def _compile(compiler: str, target: Path) -> str | None:
-    """Build into `target`; -> None, or the start of what went wrong. The second try is without OpenMP: one thread."""
+    """Build into `target`; -> None, or the start of what went wrong."""
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-    problem = None
-    for openmp in (("-fopenmp",), ("-Wno-unknown-pragmas",)):
-        descriptor, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
-        os.close(descriptor)
-        command = [compiler, *FLAGS, *openmp, "-o", name, *sources]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-            problem = None if done.returncode == 0 else done.stderr.strip()[:400]
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problem = str(error)
-        if problem is None:
-            os.replace(name, target)  # atomic: several processes may build at once
-            return None
-        os.unlink(name)
-    return problem
+    descriptor, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
+    os.close(descriptor)
+    try:
+        command = [compiler, *FLAGS, "-o", name, *sources]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if done.returncode:
+            return done.stderr.strip()[:400]
+        os.replace(name, target)  # atomic: several processes may build at once
+        return None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 @functools.cache

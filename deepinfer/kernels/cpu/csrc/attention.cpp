@@ -82,28 +82,25 @@ extern "C" void sparse_attention_f32(const float* q, int64_t N, int64_t H, int64
                                      const int64_t* window_indices, int64_t W, const float* kv, const int64_t* kv_indices,
                                      int64_t K, const float* sink, float scale, float* out, int threads) {
   int64_t chunk = H % 8 == 0 ? 8 : HEADS, chunks = H / chunk;  // heads of a task
-#pragma omp parallel num_threads(team(threads, 4.0 * N * H * D * (W + K)))
-  {
-    std::vector<const float*> keys(W + K);
-    std::vector<float> top(chunk), total(chunk);
-#pragma omp for schedule(dynamic, 2)
-    for (int64_t task = 0; task < N * chunks; ++task) {
-      int64_t n = task / chunks, first = task % chunks * chunk, L = 0;
-      for (int64_t j = 0; j < W; ++j)
-        if (window_indices[n * W + j] >= 0) keys[L++] = window + window_indices[n * W + j] * D;
-      for (int64_t j = 0; j < K; ++j)
-        if (kv_indices[n * K + j] >= 0) keys[L++] = kv + kv_indices[n * K + j] * D;
-      const float* query = q + (n * H + first) * D;
-      float* o = out + (n * H + first) * D;
-      std::fill(o, o + chunk * D, 0.0f);
-      for (int64_t h = 0; h < chunk; ++h) top[h] = sink[first + h], total[h] = 1.0f;  // exp(sink - sink)
-      for (int64_t l = 0; l < L; l += BLOCK) {
-        int64_t count = std::min<int64_t>(BLOCK, L - l);
-        for (int64_t h = 0; h < chunk; h += HEADS)  // the first four heads fetch for all
-          take_block(query + h * D, &keys[l], count, h ? 0 : L - l - BLOCK, D, scale, &top[h], &total[h], o + h * D);
-      }
-      for (int64_t h = 0; h < chunk; ++h)
-        for (int64_t d = 0; d < D; d += 8) store(o + h * D + d, load(o + h * D + d) * splat(1.0f / total[h]));
+  parallel(team(threads, 4.0 * N * H * D * (W + K)), N * chunks, [&](int64_t task) {
+    static thread_local std::vector<const float*> keys;
+    keys.resize(W + K);
+    float top[8], total[8];
+    int64_t n = task / chunks, first = task % chunks * chunk, L = 0;
+    for (int64_t j = 0; j < W; ++j)
+      if (window_indices[n * W + j] >= 0) keys[L++] = window + window_indices[n * W + j] * D;
+    for (int64_t j = 0; j < K; ++j)
+      if (kv_indices[n * K + j] >= 0) keys[L++] = kv + kv_indices[n * K + j] * D;
+    const float* query = q + (n * H + first) * D;
+    float* o = out + (n * H + first) * D;
+    std::fill(o, o + chunk * D, 0.0f);
+    for (int64_t h = 0; h < chunk; ++h) top[h] = sink[first + h], total[h] = 1.0f;  // exp(sink - sink)
+    for (int64_t l = 0; l < L; l += BLOCK) {
+      int64_t count = std::min<int64_t>(BLOCK, L - l);
+      for (int64_t h = 0; h < chunk; h += HEADS)  // the first four heads fetch for all
+        take_block(query + h * D, &keys[l], count, h ? 0 : L - l - BLOCK, D, scale, &top[h], &total[h], o + h * D);
     }
-  }
+    for (int64_t h = 0; h < chunk; ++h)
+      for (int64_t d = 0; d < D; d += 8) store(o + h * D + d, load(o + h * D + d) * splat(1.0f / total[h]));
+  });
 }

@@ -36,32 +36,29 @@ extern "C" void route_f32(const float* logits, const float* bias, int64_t bias_s
 extern "C" void top_entries_f32(const float* scores, const uint8_t* allowed, int64_t R, int64_t M, int64_t k,
                                 int64_t* entries, int threads) {
   constexpr float none = -std::numeric_limits<float>::infinity();
-#pragma omp parallel num_threads(team(threads, 20.0 * R * M))
-  {
-    std::vector<float> sorted, masked(M);
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < R; ++r) {
-      const float* s = scores + r * M;
-      if (allowed) {
-        for (int64_t j = 0; j < M; ++j) masked[j] = allowed[r * M + j] ? s[j] : none;
-        s = masked.data();
-      }
-      sorted.clear();
-      for (int64_t j = 0; j < M; ++j) if (s[j] != none) sorted.push_back(s[j]);
-      float threshold = none;
-      int64_t room = k;  // how many entries equal to the threshold fit
-      if ((int64_t)sorted.size() > k) {
-        std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<float>());
-        threshold = sorted[k - 1];
-        room -= std::count_if(sorted.begin(), sorted.begin() + k, [&](float v) { return v > threshold; });
-      }
-      int64_t* out = entries + r * k;
-      int64_t count = 0;
-      for (int64_t j = 0; j < M && count < k; ++j)
-        if (s[j] > threshold || (s[j] == threshold && threshold != none && room-- > 0)) out[count++] = j;
-      while (count < k) out[count++] = -1;
+  parallel(team(threads, 20.0 * R * M), R, [&](int64_t r) {
+    static thread_local std::vector<float> sorted, masked;
+    const float* s = scores + r * M;
+    if (allowed) {
+      masked.resize(M);
+      for (int64_t j = 0; j < M; ++j) masked[j] = allowed[r * M + j] ? s[j] : none;
+      s = masked.data();
     }
-  }
+    sorted.clear();
+    for (int64_t j = 0; j < M; ++j) if (s[j] != none) sorted.push_back(s[j]);
+    float threshold = none;
+    int64_t room = k;  // how many entries equal to the threshold fit
+    if ((int64_t)sorted.size() > k) {
+      std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<float>());
+      threshold = sorted[k - 1];
+      room -= std::count_if(sorted.begin(), sorted.begin() + k, [&](float v) { return v > threshold; });
+    }
+    int64_t* out = entries + r * k;
+    int64_t count = 0;
+    for (int64_t j = 0; j < M && count < k; ++j)
+      if (s[j] > threshold || (s[j] == threshold && threshold != none && room-- > 0)) out[count++] = j;
+    while (count < k) out[count++] = -1;
+  });
 }
 
 // scores [R, M], visible [R] -> kept [R, M] bytes: entries in the `topk` best blocks of `block` entries, a block's score being
@@ -70,20 +67,18 @@ extern "C" void candidate_mask_f32(const float* scores, const int64_t* visible, 
                                    int64_t topk, uint8_t* kept, int threads) {
   constexpr float none = -std::numeric_limits<float>::infinity(), always = std::numeric_limits<float>::infinity();
   int64_t blocks = (M + block - 1) / block;
-#pragma omp parallel num_threads(team(threads, 10.0 * R * M))
-  {
-    std::vector<float> best(blocks);
-    std::vector<int64_t> chosen(topk);
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < R; ++r) {
-      const float* s = scores + r * M;
-      for (int64_t b = 0; b < blocks; ++b) best[b] = *std::max_element(s + b * block, s + std::min((b + 1) * block, M));
-      if (visible[r] > 0) best[(visible[r] - 1) / block] = always;
-      top_entries_f32(best.data(), nullptr, 1, blocks, topk, chosen.data(), 1);
-      std::fill(kept + r * M, kept + (r + 1) * M, 0);
-      for (int64_t b : chosen)
-        if (b >= 0)
-          for (int64_t j = b * block; j < std::min((b + 1) * block, M); ++j) kept[r * M + j] = s[j] != none;
-    }
-  }
+  parallel(team(threads, 10.0 * R * M), R, [&](int64_t r) {
+    static thread_local std::vector<float> best;
+    static thread_local std::vector<int64_t> chosen;
+    best.resize(blocks);
+    chosen.resize(topk);
+    const float* s = scores + r * M;
+    for (int64_t b = 0; b < blocks; ++b) best[b] = *std::max_element(s + b * block, s + std::min((b + 1) * block, M));
+    if (visible[r] > 0) best[(visible[r] - 1) / block] = always;
+    top_entries_f32(best.data(), nullptr, 1, blocks, topk, chosen.data(), 1);
+    std::fill(kept + r * M, kept + (r + 1) * M, 0);
+    for (int64_t b : chosen)
+      if (b >= 0)
+        for (int64_t j = b * block; j < std::min((b + 1) * block, M); ++j) kept[r * M + j] = s[j] != none;
+  });
 }

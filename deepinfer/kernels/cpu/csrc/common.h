@@ -7,6 +7,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
+
+#include "pool.h"
 
 typedef float f8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
@@ -57,13 +60,6 @@ static inline f8 exp8(f8 x) {
 
 static inline f8 sigmoid8(f8 x) { return splat(1.0f) / (splat(1.0f) + exp8(-x)); }
 
-// Threads worth waking for this many floating-point operations: a thread pays from about 2 M (40 us of work) on. A team
-// that waits for a thread the machine has put to sleep loses far more than it could gain.
-static inline int team(int threads, double operations) {
-  int64_t useful = (int64_t)(operations / 2e6);
-  return useful < 1 ? 1 : useful < threads ? (int)useful : threads;
-}
-
 static inline void rms_norm_row(const float* x, const float* weight, int64_t D, float eps, float* out) {
   f8 square = splat(0.0f);
   for (int64_t d = 0; d < D; d += 8) { f8 v = load(x + d); square += v * v; }
@@ -81,4 +77,12 @@ static inline void rope_row(const float* x, const float* cosine, const float* si
     out[keep + 2 * i] = even * c - odd * s;
     out[keep + 2 * i + 1] = even * s + odd * c;
   }
+}
+
+// Working memory of a thread, kept between calls: at least `size` floats, contents undefined. Each `which` is one buffer.
+template <int which>
+static inline float* scratch(int64_t size) {
+  static thread_local std::vector<float> buffer;
+  if ((int64_t)buffer.size() < size) buffer.resize(size);
+  return buffer.data();
 }

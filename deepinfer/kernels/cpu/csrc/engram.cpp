@@ -5,8 +5,7 @@
 extern "C" void engram_inject_f32(const float* stream, const float* kv, const float* weight, const uint8_t* dead, int64_t N,
                                   int64_t D, float eps, float* out, int threads) {
   constexpr int C = 4;
-#pragma omp parallel for schedule(static) num_threads(team(threads, 60.0 * N * D))
-  for (int64_t n = 0; n < N; ++n)
+  parallel(team(threads, 60.0 * N * D), N, [&](int64_t n) {
     for (int c = 0; c < C; ++c) {
       const float *x = stream + (n * C + c) * D, *k = kv + (n * (C + 1) + c) * D, *v = kv + (n * (C + 1) + C) * D;
       const float* w = weight + c * D;
@@ -22,13 +21,13 @@ extern "C" void engram_inject_f32(const float* stream, const float* kv, const fl
       float gate = dead && dead[n] ? 0.0f : 1.0f / (1.0f + std::exp(-std::copysign(root, dot)));
       for (int64_t d = 0; d < D; d += 8) store(o + d, load(x + d) + splat(gate) * load(v + d));
     }
+  });
 }
 
 // first, second [G, 2, D] (value row, gate row); weight [D]; out [G, D]: softmax over the two gates, then RMSNorm.
 extern "C" void compress_pairs_f32(const float* first, const float* second, const float* weight, int64_t G, int64_t D,
                                    float eps, float* out, int threads) {
-#pragma omp parallel for schedule(static) num_threads(team(threads, 60.0 * G * D))
-  for (int64_t g = 0; g < G; ++g) {
+  parallel(team(threads, 60.0 * G * D), G, [&](int64_t g) {
     const float *a = first + g * 2 * D, *b = second + g * 2 * D;
     f8 square = splat(0.0f);
     for (int64_t d = 0; d < D; d += 8) {
@@ -39,5 +38,5 @@ extern "C" void compress_pairs_f32(const float* first, const float* second, cons
     }
     f8 norm = splat(1.0f / std::sqrt(sum(square) / D + eps));
     for (int64_t d = 0; d < D; d += 8) store(out + g * D + d, load(out + g * D + d) * norm * load(weight + d));
-  }
+  });
 }

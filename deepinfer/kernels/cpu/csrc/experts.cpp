@@ -17,8 +17,8 @@ struct MoeWeights {
 extern "C" void moe_f32(const MoeWeights* w, const float* x, const float* row_bias, int64_t N, int64_t* ids, float* weights,
                         float* scores, float* y, int threads) {
   int64_t D = w->D, E = w->E, I = w->I, pairs = N * w->topk, all = pairs + N;
-  std::vector<float> logits(N * E), gate_scratch(D * PANEL);
-  product(x, D, N, w->gate, E, D, logits.data(), E, gate_scratch.data());
+  std::vector<float> logits(N * E);
+  product(x, D, N, w->gate, E, D, logits.data(), E, scratch<0>(D * PANEL));
   route_f32(logits.data(), row_bias ? row_bias : w->bias, row_bias ? E : 0, N, E, w->topk, w->scale, w->normalize,
             w->temperature, ids, weights, scores, threads);
 
@@ -36,48 +36,44 @@ extern "C" void moe_f32(const MoeWeights* w, const float* x, const float* row_bi
 
   int64_t up_panels = 2 * I / PANEL, down_panels = D / PANEL, half = I / PANEL;
   std::vector<float> gathered(all * D), hidden(all * 2 * I), act(all * I);
-#pragma omp parallel num_threads(team(threads, 6.0 * all * D * I))
-  {
-    std::vector<float> scratch((D > I ? D : I) * PANEL), tile_out;
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < all; ++r) std::memcpy(&gathered[r * D], x + token[r] * D, D * sizeof(float));
-    // a task: up to four panels of one expert's gate product and the same ones of its up product
-    constexpr int64_t STEP = 4;
-    int64_t strips = (half + STEP - 1) / STEP;
-#pragma omp for schedule(dynamic, 2)
-    for (int64_t task = 0; task < (E + 1) * strips; ++task) {
-      int64_t e = task / strips, first = task % strips * STEP, last = first + STEP < half ? first + STEP : half;
+  for (int64_t r = 0; r < all; ++r) std::memcpy(&gathered[r * D], x + token[r] * D, D * sizeof(float));
+  int n_threads = team(threads, 6.0 * all * D * I);
+
+  // a task: up to four panels of one expert's gate product and the same ones of its up product
+  constexpr int64_t STEP = 4;
+  int64_t strips = (half + STEP - 1) / STEP;
+  parallel(n_threads, (E + 1) * strips, [&](int64_t task) {
+    int64_t e = task / strips, first = task % strips * STEP, last = first + STEP < half ? first + STEP : half;
+    int64_t rows = start[e + 1] - start[e];
+    if (!rows) return;
+    const uint16_t* base = w->up + e * up_panels * D * PANEL;
+    float *h = &hidden[start[e] * 2 * I], *widened = scratch<0>(D * PANEL);
+    for (int64_t part : {(int64_t)0, half})
+      product(&gathered[start[e] * D], D, rows, base, 2 * I, D, h, 2 * I, widened, part + first, part + last);
+    f8 high = splat(w->limit), low = splat(-w->limit);
+    for (int64_t r = 0; r < rows; ++r) {
+      f8 share = splat(weight[start[e] + r]);
+      for (int64_t j = first * PANEL; j < last * PANEL; j += 8) {
+        f8 g = minimum(load(h + r * 2 * I + j), high);
+        f8 u = minimum(maximum(load(h + r * 2 * I + I + j), low), high);
+        store(&act[(start[e] + r) * I + j], g * sigmoid8(g) * u * share);
+      }
+    }
+  });
+
+  parallel(n_threads, down_panels, [&](int64_t p) {  // a task owns 16 columns of the output: no two add to one place
+    for (int64_t n = 0; n < N; ++n) std::memset(y + n * D + p * PANEL, 0, PANEL * sizeof(float));
+    for (int64_t e = 0; e <= E; ++e) {
       int64_t rows = start[e + 1] - start[e];
       if (!rows) continue;
-      const uint16_t* base = w->up + e * up_panels * D * PANEL;
-      float* h = &hidden[start[e] * 2 * I];
-      for (int64_t part : {0L, (long)half})
-        product(&gathered[start[e] * D], D, rows, base, 2 * I, D, h, 2 * I, scratch.data(), part + first, part + last);
-      f8 high = splat(w->limit), low = splat(-w->limit);
+      float *widened = scratch<0>(I * PANEL), *part = scratch<1>(rows * PANEL);
+      const uint16_t* panel = w->down + (e * down_panels + p) * I * PANEL;
+      panel_product(&act[start[e] * I], I, rows, panel, I, part, PANEL, PANEL, widened);
       for (int64_t r = 0; r < rows; ++r) {
-        f8 share = splat(weight[start[e] + r]);
-        for (int64_t j = first * PANEL; j < last * PANEL; j += 8) {
-          f8 g = minimum(load(h + r * 2 * I + j), high);
-          f8 u = minimum(maximum(load(h + r * 2 * I + I + j), low), high);
-          store(&act[(start[e] + r) * I + j], g * sigmoid8(g) * u * share);
-        }
+        float* o = y + token[start[e] + r] * D + p * PANEL;
+        store(o, load(o) + load(part + r * PANEL));
+        store(o + 8, load(o + 8) + load(part + r * PANEL + 8));
       }
     }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t p = 0; p < down_panels; ++p) {  // a thread owns 16 columns of the output: no two add to one place
-      for (int64_t n = 0; n < N; ++n) std::memset(y + n * D + p * PANEL, 0, PANEL * sizeof(float));
-      for (int64_t e = 0; e <= E; ++e) {
-        int64_t rows = start[e + 1] - start[e];
-        if (!rows) continue;
-        tile_out.resize(rows * PANEL);
-        panel_product(&act[start[e] * I], I, rows, w->down + (e * down_panels + p) * I * PANEL, I, tile_out.data(), PANEL,
-                      PANEL, scratch.data());
-        for (int64_t r = 0; r < rows; ++r) {
-          float* o = y + token[start[e] + r] * D + p * PANEL;
-          store(o, load(o) + load(&tile_out[r * PANEL]));
-          store(o + 8, load(o + 8) + load(&tile_out[r * PANEL + 8]));
-        }
-      }
-    }
-  }
+  });
 }

@@ -1,4 +1,3 @@
-#include <vector>
 #include "gemm.h"
 
 // x [M, K] with row stride ldx, packed ceil(N / 16) panels, out [M, N] with row stride ldo.
@@ -8,15 +7,10 @@ extern "C" void linear_packed(const float* x, int64_t ldx, int64_t M, int64_t K,
   constexpr int64_t BLOCK_PANELS = 4;
   int64_t panels = panels_of(N), strips = (panels + BLOCK_PANELS - 1) / BLOCK_PANELS;
   int64_t blocks = (M + BLOCK_ROWS - 1) / BLOCK_ROWS;
-#pragma omp parallel num_threads(team(threads, 2.0 * M * N * K))
-  {
-    std::vector<float> scratch(M > WIDEN_ROWS ? K * PANEL : 0);
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < blocks * strips; ++task) {
-      int64_t row = task / strips * BLOCK_ROWS, first = task % strips * BLOCK_PANELS;
-      int64_t rows = M - row < BLOCK_ROWS ? M - row : BLOCK_ROWS;
-      int64_t last = first + BLOCK_PANELS < panels ? first + BLOCK_PANELS : panels;
-      product(x + row * ldx, ldx, rows, packed, N, K, out + row * ldo, ldo, scratch.data(), first, last);
-    }
-  }
+  parallel(team(threads, 2.0 * M * N * K), blocks * strips, [&](int64_t task) {
+    int64_t row = task / strips * BLOCK_ROWS, first = task % strips * BLOCK_PANELS;
+    int64_t rows = M - row < BLOCK_ROWS ? M - row : BLOCK_ROWS;
+    int64_t last = first + BLOCK_PANELS < panels ? first + BLOCK_PANELS : panels;
+    product(x + row * ldx, ldx, rows, packed, N, K, out + row * ldo, ldo, scratch<0>(K * PANEL), first, last);
+  });
 }

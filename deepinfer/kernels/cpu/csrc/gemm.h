@@ -52,17 +52,17 @@ static inline void rows_times_panel(const float* x, int64_t ldx, int64_t M, cons
 // A panel widened once when enough rows share it: beyond two tiles the conversion pays for itself.
 constexpr int64_t WIDEN_ROWS = 12;
 static inline void panel_product(const float* x, int64_t ldx, int64_t M, const uint16_t* panel, int64_t K, float* out,
-                                 int64_t ldo, int64_t columns, float* scratch) {
+                                 int64_t ldo, int64_t columns, float* widened) {
   if (M <= WIDEN_ROWS) { rows_times_panel(x, ldx, M, panel, K, out, ldo, columns); return; }
-  for (int64_t i = 0; i < K * PANEL; i += 8) store(scratch + i, load_bf16(panel + i));
-  rows_times_panel(x, ldx, M, scratch, K, out, ldo, columns);
+  for (int64_t i = 0; i < K * PANEL; i += 8) store(widened + i, load_bf16(panel + i));
+  rows_times_panel(x, ldx, M, widened, K, out, ldo, columns);
 }
 
 static inline int64_t panels_of(int64_t N) { return (N + PANEL - 1) / PANEL; }
 
-// All panels from `first` to `last` for M rows, on one thread. scratch: K * 16 floats.
+// All panels from `first` to `last` for M rows, on one thread. widened: room for K * 16 floats.
 static inline void product(const float* x, int64_t ldx, int64_t M, const uint16_t* packed, int64_t N, int64_t K, float* out,
-                           int64_t ldo, float* scratch, int64_t first, int64_t last) {
+                           int64_t ldo, float* widened, int64_t first, int64_t last) {
   int64_t p = first;
   if (M <= 2)  // few rows: four panels at once
     for (; p + 4 <= last && (p + 4) * PANEL <= N; p += 4) {
@@ -72,10 +72,10 @@ static inline void product(const float* x, int64_t ldx, int64_t M, const uint16_
     }
   for (; p < last; ++p) {
     int64_t columns = N - p * PANEL < PANEL ? N - p * PANEL : PANEL;
-    panel_product(x, ldx, M, packed + p * K * PANEL, K, out + p * PANEL, ldo, columns, scratch);
+    panel_product(x, ldx, M, packed + p * K * PANEL, K, out + p * PANEL, ldo, columns, widened);
   }
 }
 static inline void product(const float* x, int64_t ldx, int64_t M, const uint16_t* packed, int64_t N, int64_t K, float* out,
-                           int64_t ldo, float* scratch) {
-  product(x, ldx, M, packed, N, K, out, ldo, scratch, 0, panels_of(N));
+                           int64_t ldo, float* widened) {
+  product(x, ldx, M, packed, N, K, out, ldo, widened, 0, panels_of(N));
 }

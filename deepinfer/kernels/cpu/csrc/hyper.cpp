@@ -71,8 +71,8 @@ extern "C" void hyper_step_f32(const HyperWeights* w, const float* stream, const
                                float* post_out, float* comb_out, int threads) {
   constexpr int64_t GROUP = 4;
   int64_t D = w->D, K = C * D;
-#pragma omp parallel for schedule(static) num_threads(team(threads, 100.0 * N * K))
-  for (int64_t first = 0; first < N; first += GROUP) {
+  parallel(team(threads, 100.0 * N * K), (N + GROUP - 1) / GROUP, [&](int64_t group) {
+    int64_t first = group * GROUP;
     int64_t rows = N - first < GROUP ? N - first : GROUP;
     for (int64_t n = first; n < first + rows; ++n) {
       const float *s = stream + n * K, *p = pre + n * C;
@@ -104,13 +104,13 @@ extern "C" void hyper_step_f32(const HyperWeights* w, const float* stream, const
       for (int i = 0; i < C * C; ++i) c[i] = m[2 * C + i] * w->scale[2] + w->base[2 * C + i];
       sinkhorn(c, w->iterations, w->eps);
     }
-  }
+  });
 }
 
 // stream, out [N, 4, D], y [N, D], post [N, 4], comb [N, 4, 4]: the expansion alone, at the end of a block.
 extern "C" void hyper_expand_f32(const float* stream, const float* y, const float* post, const float* comb, int64_t N,
                                  int64_t D, float* out, int threads) {
-#pragma omp parallel for schedule(static) num_threads(team(threads, 40.0 * N * D))
-  for (int64_t n = 0; n < N; ++n)
+  parallel(team(threads, 40.0 * N * D), N, [&](int64_t n) {
     expand(stream + n * C * D, y + n * D, post + n * C, comb + n * C * C, D, out + n * C * D);
+  });
 }

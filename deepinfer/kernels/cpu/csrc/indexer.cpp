@@ -11,8 +11,7 @@ extern "C" void index_scores_f32(const float* q, const float* weights, const int
                                  int threads) {
   constexpr int64_t KEYS = 64;  // a task: 64 keys of one sequence, all its rows
   int64_t blocks = (M + KEYS - 1) / KEYS, groups = (H + 3) / 4;
-#pragma omp parallel for schedule(dynamic, 2) num_threads(team(threads, 2.0 * B * T * M * H * D))
-  for (int64_t task = 0; task < B * blocks; ++task) {
+  parallel(team(threads, 2.0 * B * T * M * H * D), B * blocks, [&](int64_t task) {
     int64_t b = task / blocks, first = task % blocks * KEYS, last = std::min(first + KEYS, M);
     for (int64_t t = 0; t < T; ++t) {
       int64_t row = b * T + t, seen = std::min(visible[row], last);
@@ -46,5 +45,5 @@ extern "C" void index_scores_f32(const float* q, const float* weights, const int
       }
       std::fill(out + row * M + std::max(seen, first), out + row * M + last, -std::numeric_limits<float>::infinity());
     }
-  }
+  });
 }

@@ -8,8 +8,7 @@ extern "C" void philox_uniform_f32(const int64_t* key_low, const int64_t* key_hi
                                    int threads) {
   constexpr int64_t LANES = 16;  // counters side by side, so that the compiler can use whole vectors
   int64_t items = ids ? width : (width + 1) / 2, strips = (items + LANES - 1) / LANES;
-#pragma omp parallel for schedule(static) num_threads(team(threads, 100.0 * rows * items))
-  for (int64_t task = 0; task < rows * strips; ++task) {
+  parallel(team(threads, 100.0 * rows * items), rows * strips, [&](int64_t task) {
     int64_t row = task / strips, first = task % strips * LANES;
     uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES];
     for (int64_t i = 0; i < LANES; ++i) {
@@ -42,5 +41,5 @@ extern "C" void philox_uniform_f32(const int64_t* key_low, const int64_t* key_hi
         if (2 * item + 1 < width) o[2 * item + 1] = unit(c2[i], c3[i]);
       }
     }
-  }
+  });
 }
