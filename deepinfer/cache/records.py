@@ -64,7 +64,7 @@ class WindowRings:
             grown = pool.new_zeros(need, pool.shape[1])
             grown[: self.staging] = pool[: self.staging]
             self.pools[layer] = pool = grown
-        pool[self.staging : need] = kv
+        pool.narrow(0, self.staging, kv.shape[0]).copy_(kv)
         return pool
 
     def copy_slot(self, source: int, target: int) -> None:

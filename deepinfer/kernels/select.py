@@ -6,7 +6,7 @@ The CPU twins (`kernels/cpu`) serve float32 on a CPU where a C++ compiler is fou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.cpu.build import library
 from deepinfer.kernels.cpu.linear import linear_packed
+from deepinfer.kernels.cpu.threads import lend_torch_threads
 from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
 from deepinfer.kernels.reference import (
     attention,
@@ -56,6 +57,13 @@ def explain(device: torch.device, dtype: torch.dtype) -> str:
     if dtype != torch.float32:
         return f"reference operations (plain PyTorch): the CPU kernels serve float32, not {dtype}"
     return library().explanation if cpu_twins(device, dtype) else f"reference operations: {library().explanation}"
+
+
+@contextmanager
+def step_threads(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Around a forward pass: the CPU kernels, where they serve it, get all of torch's threads."""
+    with lend_torch_threads() if cpu_twins(device, dtype) else nullcontext():
+        yield
 
 
 def _fast(x: Tensor, multiple: int = 8) -> bool:

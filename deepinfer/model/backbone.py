@@ -51,7 +51,7 @@ class DeepseekV41:
         view = cache.begin(batch)
         dead = batch.token_ids == self.config.image_token_id
         state = StepState(view, self.rotations, dead if bool(dead.any()) else None, self.trace)
-        with torch.no_grad():
+        with torch.no_grad(), select.step_threads(self.device, self.numerics.dtype):
             hidden = self._hidden(batch, state)
             logits = self._logits(hidden[batch.logit_rows])
         view.commit()

@@ -6,10 +6,10 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from deepinfer.kernels.cpu.build import library
+from deepinfer.kernels.cpu.threads import num_threads
 
 # p = pointer (a contiguous CPU tensor, the address of a structure, or None), i = int64, f = float. The number of
 # threads follows as a last int. The order is that of the C declarations in csrc/.
@@ -46,11 +46,11 @@ def _function(name: str) -> Callable[..., None]:
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> None:
-    """Run the C function `name` with torch's number of threads."""
+    """Run the C function `name`; the number of threads follows the arguments."""
     values = []
     for argument in arguments:
         if isinstance(argument, Tensor):
             assert argument.is_contiguous(), name
             argument = argument.data_ptr()
         values.append(argument)
-    _function(name)(*values, torch.get_num_threads())
+    _function(name)(*values, num_threads())
