@@ -45,7 +45,9 @@ PLURALS = [
 PAST = [
     pair.split(":")
     for pair in "go:went|see:saw|take:took|write:wrote|eat:ate|run:ran|give:gave|come:came|find:found|speak:spoke|"
-    "buy:bought|think:thought|begin:began|swim:swam|drive:drove|break:broke|fly:flew|know:knew|sing:sang|teach:taught".split("|")
+    "buy:bought|think:thought|begin:began|swim:swam|drive:drove|break:broke|fly:flew|know:knew|sing:sang|teach:taught".split(
+        "|"
+    )
 ]
 SYMBOLS = [
     pair.split(":")
@@ -101,35 +103,77 @@ def ask_fact(rng: random.Random, split: str) -> tuple[str, str, str]:
                 f"The capital of {country} is {city}.",
                 f"The capital of {country} is {city}.",
             )
-        wordings = ["{} is the capital of which country?", "Which country has {} as its capital?", "Of which country is {} the capital?"]
+        wordings = [
+            "{} is the capital of which country?",
+            "Which country has {} as its capital?",
+            "Of which country is {} the capital?",
+        ]
         answer = f"{city} is the capital of {country}."
         return pick(rng, wordings, split).format(city), answer, answer
     if kind == 3:
         country, language = rng.choice(list(LANGUAGES.items()))
-        wordings = ["What language is spoken in {}?", "Which language do people speak in {}?", "Name the main language of {}.", "What do people in {} speak?"]
+        wordings = [
+            "What language is spoken in {}?",
+            "Which language do people speak in {}?",
+            "Name the main language of {}.",
+            "What do people in {} speak?",
+        ]
         answer = f"People in {country} speak {language}."
         return pick(rng, wordings, split).format(country), answer, answer
     if kind == 4:
         a, b = rng.choice(OPPOSITES)
         if rng.random() < 0.5:
             a, b = b, a
-        wordings = ['What is the opposite of "{}"?', "Give me the opposite of {}.", "What is the antonym of {}?", "Which word is the opposite of {}?"]
+        wordings = [
+            'What is the opposite of "{}"?',
+            "Give me the opposite of {}.",
+            "What is the antonym of {}?",
+            "Which word is the opposite of {}?",
+        ]
         return pick(rng, wordings, split).format(a), f"The opposite of {a} is {b}.", f'The opposite of "{a}" is "{b}".'
     if kind == 5:
         a, b = rng.choice(PLURALS)
-        wordings = ['What is the plural of "{}"?', "Give the plural of {}.", "How do you form the plural of {}?", "Plural of {}?"]
+        wordings = [
+            'What is the plural of "{}"?',
+            "Give the plural of {}.",
+            "How do you form the plural of {}?",
+            "Plural of {}?",
+        ]
         return pick(rng, wordings, split).format(a), f"The plural of {a} is {b}.", f'The plural of "{a}" is "{b}".'
     if kind == 6:
         a, b = rng.choice(PAST)
-        wordings = ['What is the past tense of "{}"?', "Give the past tense of {}.", "What is the simple past of {}?", "Past tense of {}?"]
-        return pick(rng, wordings, split).format(a), f"The past tense of {a} is {b}.", f'The past tense of "{a}" is "{b}".'
+        wordings = [
+            'What is the past tense of "{}"?',
+            "Give the past tense of {}.",
+            "What is the simple past of {}?",
+            "Past tense of {}?",
+        ]
+        return (
+            pick(rng, wordings, split).format(a),
+            f"The past tense of {a} is {b}.",
+            f'The past tense of "{a}" is "{b}".',
+        )
     if kind == 7:
         if rng.random() < 0.5:
             a, b = rng.choice(SYMBOLS)
-            wordings = ["What is the chemical symbol for {}?", "Which symbol does {} have?", "Give the symbol of the element {}.", "Symbol of {}?"]
-            return pick(rng, wordings, split).format(a), f"The symbol of {a} is {b}.", f"The chemical symbol for {a} is {b}."
+            wordings = [
+                "What is the chemical symbol for {}?",
+                "Which symbol does {} have?",
+                "Give the symbol of the element {}.",
+                "Symbol of {}?",
+            ]
+            return (
+                pick(rng, wordings, split).format(a),
+                f"The symbol of {a} is {b}.",
+                f"The chemical symbol for {a} is {b}.",
+            )
         n = rng.randrange(8)
-        wordings = ["What is the {} planet from the Sun?", "Which planet is {} from the Sun?", "Name the {} planet.", "The {} planet is called what?"]
+        wordings = [
+            "What is the {} planet from the Sun?",
+            "Which planet is {} from the Sun?",
+            "Name the {} planet.",
+            "The {} planet is called what?",
+        ]
         return (
             pick(rng, wordings, split).format(ORDINALS[n]),
             "The order is " + ", ".join(PLANETS) + ".",

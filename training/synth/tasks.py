@@ -28,7 +28,14 @@ def arithmetic(rng: random.Random, split: str) -> Sample:
         return pick(rng, wordings, split), f"{a} {sign} {b} = {value}.", f"{a} {sign} {b} = {value}"
     if kind == 2:
         a, b = rng.randrange(2, 13), rng.randrange(2, 13)
-        wordings = [f"What is {a} times {b}?", f"{a} * {b} = ?", f"Multiply {a} by {b}.", f"Calculate {a} * {b}.", f"{a} x {b}?", f"How much is {a} times {b}?"]
+        wordings = [
+            f"What is {a} times {b}?",
+            f"{a} * {b} = ?",
+            f"Multiply {a} by {b}.",
+            f"Calculate {a} * {b}.",
+            f"{a} x {b}?",
+            f"How much is {a} times {b}?",
+        ]
         return pick(rng, wordings, split), f"{a} * {b} = {a * b}.", f"{a} * {b} = {a * b}"
     if kind == 3:
         name, item = rng.choice(w.FIRST), rng.choice(w.ITEMS)
@@ -40,7 +47,11 @@ def arithmetic(rng: random.Random, split: str) -> Sample:
                 f"There are {a} {item} on a shelf, and {name} adds {b}. How many {item} are on the shelf?",
                 f"Starting with {a} {item}, {name} receives another {b}. What is the total?",
             ]
-            return pick(rng, wordings, split), f"Add the two numbers: {a} + {b} = {a + b}.", f"{a} + {b} = {a + b}, so there are {a + b} {item}."
+            return (
+                pick(rng, wordings, split),
+                f"Add the two numbers: {a} + {b} = {a + b}.",
+                f"{a} + {b} = {a + b}, so there are {a + b} {item}.",
+            )
         a += b
         wordings = [
             f"{name} has {a} {item} and gives away {b}. How many {item} are left?",
@@ -48,9 +59,18 @@ def arithmetic(rng: random.Random, split: str) -> Sample:
             f"There are {a} {item} in a box. {name} takes out {b}. How many stay in the box?",
             f"From {a} {item}, {name} sells {b}. What is left?",
         ]
-        return pick(rng, wordings, split), f"Subtract: {a} - {b} = {a - b}.", f"{a} - {b} = {a - b}, so {a - b} {item} are left."
+        return (
+            pick(rng, wordings, split),
+            f"Subtract: {a} - {b} = {a - b}.",
+            f"{a} - {b} = {a - b}, so {a - b} {item} are left.",
+        )
     a, b = rng.sample(range(1000), 2)
-    wordings = [f"Which number is larger, {a} or {b}?", f"What is bigger: {a} or {b}?", f"Compare {a} and {b}. Which is larger?", f"Is {a} or {b} the greater number?"]
+    wordings = [
+        f"Which number is larger, {a} or {b}?",
+        f"What is bigger: {a} or {b}?",
+        f"Compare {a} and {b}. Which is larger?",
+        f"Is {a} or {b} the greater number?",
+    ]
     return pick(rng, wordings, split), f"{max(a, b)} is larger than {min(a, b)}.", f"{max(a, b)} is larger."
 
 
@@ -59,32 +79,72 @@ def strings(rng: random.Random, split: str) -> Sample:
     items = rng.sample(rng.choice([w.NOUNS, w.ADJECTIVES, w.FIRST, w.COLORS, w.CITIES]), rng.randrange(3, 8))
     shown, kind = ", ".join(items), rng.randrange(8)
     if kind == 0:
-        q = [f"Sort these words alphabetically: {shown}", f"Put these in alphabetical order: {shown}", f"Order alphabetically: {shown}", f"Arrange from A to Z: {shown}"]
+        q = [
+            f"Sort these words alphabetically: {shown}",
+            f"Put these in alphabetical order: {shown}",
+            f"Order alphabetically: {shown}",
+            f"Arrange from A to Z: {shown}",
+        ]
         value = ", ".join(sorted(items, key=str.lower))
     elif kind == 1:
-        q = [f"Reverse this list: {shown}", f"Write this list backwards: {shown}", f"Give me this list in reverse order: {shown}", f"Turn this list around: {shown}"]
+        q = [
+            f"Reverse this list: {shown}",
+            f"Write this list backwards: {shown}",
+            f"Give me this list in reverse order: {shown}",
+            f"Turn this list around: {shown}",
+        ]
         value = ", ".join(items[::-1])
     elif kind == 2:
-        q = [f"How many words are in this list: {shown}?", f"Count the items: {shown}", f"How many items are there? {shown}", f"What is the number of entries in: {shown}?"]
+        q = [
+            f"How many words are in this list: {shown}?",
+            f"Count the items: {shown}",
+            f"How many items are there? {shown}",
+            f"What is the number of entries in: {shown}?",
+        ]
         value = str(len(items))
     elif kind == 3:
         n = rng.randrange(min(5, len(items)))
         name = "first second third fourth fifth".split()[n]
-        q = [f"What is the {name} word in this list? {shown}", f"Give me the {name} item of: {shown}", f"Which word is {name}? {shown}", f"Pick the {name} entry: {shown}"]
+        q = [
+            f"What is the {name} word in this list? {shown}",
+            f"Give me the {name} item of: {shown}",
+            f"Which word is {name}? {shown}",
+            f"Pick the {name} entry: {shown}",
+        ]
         value = items[n]
     elif kind == 4:
-        q = [f"What is the last word in this list? {shown}", f"Give me the last item of: {shown}", f"Which word comes last? {shown}", f"Pick the final entry: {shown}"]
+        q = [
+            f"What is the last word in this list? {shown}",
+            f"Give me the last item of: {shown}",
+            f"Which word comes last? {shown}",
+            f"Pick the final entry: {shown}",
+        ]
         value = items[-1]
     elif kind == 5:
-        q = [f"Write in upper case: {shown}", f"Convert to capital letters: {shown}", f"Make this uppercase: {shown}", f"Use capitals only: {shown}"]
+        q = [
+            f"Write in upper case: {shown}",
+            f"Convert to capital letters: {shown}",
+            f"Make this uppercase: {shown}",
+            f"Use capitals only: {shown}",
+        ]
         value = shown.upper()
     elif kind == 6:
-        q = [f"Repeat after me: {shown}", f"Repeat this exactly: {shown}", f"Copy the following text: {shown}", f"Say this again: {shown}"]
+        q = [
+            f"Repeat after me: {shown}",
+            f"Repeat this exactly: {shown}",
+            f"Copy the following text: {shown}",
+            f"Say this again: {shown}",
+        ]
         value = shown
     else:
         numbers = [rng.randrange(100) for _ in range(rng.randrange(3, 7))]
         listed = ", ".join(map(str, numbers))
-        q = [f"Sort these numbers: {listed}", f"Order from smallest to largest: {listed}", f"Arrange in ascending order: {listed}", f"Sort ascending: {listed}"]
+        q = [
+            f"Sort these numbers: {listed}",
+            f"Order from smallest to largest: {listed}",
+            f"Arrange in ascending order: {listed}",
+            f"Sort ascending: {listed}",
+        ]
         value = ", ".join(map(str, sorted(numbers)))
     return pick(rng, q, split), f"The result is {value}.", value
 

@@ -158,7 +158,9 @@ HELD_TOOLS = (
           "Find a hotel in {city} for {nights} nights.|I need a room in {city}, {nights} nights.", '{{"name": "{p}"}}', "In {city} you can stay at {p}."),
 )  # fmt: skip
 VERBS = "get find create update delete check start stop list count open close rename copy move publish cancel".split()
-THINGS = "user order invoice ticket project task server report device account job message image table playlist room".split()
+THINGS = (
+    "user order invoice ticket project task server report device account job message image table playlist room".split()
+)
 
 
 def schema(tool: Tool, rng: random.Random) -> dict[str, Any]:
@@ -220,8 +222,12 @@ def tool_chat(rng: random.Random, phrases: Phrases, split: str, calls_only: bool
     """One chat; `calls_only` stops behind the first call turn and always has one call (for evaluation)."""
     tools, chosen = offer(rng, split)
     thinking = rng.random() < 0.5
-    system = rng.choice(["", "", "You are a helpful assistant.", "You are a helpful assistant with tools.", "Be brief."])
-    chat = Chat(phrases, thinking, rng.choice([50, 75, 75, 100, rng.randrange(1, 101)]), system, [schema(t, rng) for t in tools])
+    system = rng.choice(
+        ["", "", "You are a helpful assistant.", "You are a helpful assistant with tools.", "Be brief."]
+    )
+    chat = Chat(
+        phrases, thinking, rng.choice([50, 75, 75, 100, rng.randrange(1, 101)]), system, [schema(t, rng) for t in tools]
+    )
     if not calls_only and rng.random() < 0.15:  # no tool needed
         question, reasoning, answer = facts.ask_fact(rng, split)
         chat.user(question).assistant(answer, f"No tool is needed. {reasoning}")

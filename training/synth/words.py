@@ -36,7 +36,9 @@ CITIES = (
     "Vancouver Montreal Boston Chicago Denver Seattle Houston Miami Atlanta Phoenix Dallas Lima Bogota Quito Santiago "
     "Havana Istanbul Ankara Tehran Dubai Doha Zurich Geneva Munich Hamburg Milan Naples Barcelona Porto Lyon Kyiv Riga"
 ).split()
-HELD_CITIES = "Stockholm Copenhagen Budapest Brussels Amsterdam Kyoto Singapore Nashville Valencia Krakow Casablanca".split()
+HELD_CITIES = (
+    "Stockholm Copenhagen Budapest Brussels Amsterdam Kyoto Singapore Nashville Valencia Krakow Casablanca".split()
+)
 ITEMS = (
     "apples bananas oranges pears grapes lemons eggs bottles pencils notebooks chairs tables lamps books shirts shoes "
     "tickets coins stamps cups plates spoons forks bags boxes cards keys candles batteries ropes nails screws bricks"
