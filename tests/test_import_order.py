@@ -22,7 +22,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 def part_of(path: Path) -> str:
     """First name below deepinfer/: a folder, or a module at the top ("" for the package's own __init__)."""
     first = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    return "" if first == "__init__" else first
+    return {"__init__": "", "__main__": "cli"}.get(first, first)  # python -m deepinfer is the command line
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
