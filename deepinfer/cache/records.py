@@ -29,11 +29,6 @@ class PagedRecords:
         self.kv = torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
         self.keys = torch.zeros(rows, config.index_head_dim, dtype=dtype, device=device)
 
-    def rows(self, tables: Tensor, entries: Tensor) -> Tensor:
-        """tables int64 [..., blocks], entries int64 [..., K] (-1 = none) -> rows int64 [..., K], -1 where none."""
-        block = tables.gather(-1, entries.clamp_min(0) // self.per_block)
-        return torch.where(entries < 0, -1, block * self.per_block + entries % self.per_block)
-
     def copy_block(self, source: int, target: int) -> None:
         take = slice(source * self.per_block, (source + 1) * self.per_block)
         put = slice(target * self.per_block, (target + 1) * self.per_block)

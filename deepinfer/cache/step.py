@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepinfer.cache.blocks import BLOCK_TOKENS
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
 
@@ -39,15 +38,13 @@ class StepView:
         self.batch = batch
         self._cache = cache
         self._num_rows = batch.token_ids.numel()
-        longest = int((batch.starts + batch.lengths).max())
-        self._tables = cache.tables[:, : -(-longest // BLOCK_TOKENS)]
+        self._tables = cache.tables
         self.window_indices = self._plan_window_reads()
         self._staged_rows, self._ring_targets = self._plan_window_commit()
         self._closing, self._partners = self._plan_pairs()
         self._segments: dict[int, list[Segment]] = {}
         self._targets: dict[int, Tensor] = {}  # by ratio, like the next two: sources of one ratio share their plan
         self._entry_positions: dict[int, Tensor] = {}
-        self._row_tables = self._tables[batch.slots]  # [N, blocks]
 
     def commit(self) -> None:
         """All layers have run: the step's tokens count as written."""
@@ -58,13 +55,8 @@ class StepView:
     def _plan_window_reads(self) -> Tensor:
         """Rows of positions max(0, p - W + 1) .. p, oldest first, then -1: int64 [N, W]."""
         batch, rings = self.batch, self._cache.windows
-        positions = batch.positions.unsqueeze(1)
-        wanted = (positions - rings.size + 1).clamp_min(0) + torch.arange(rings.size, device=positions.device)
-        row = torch.arange(self._num_rows, device=positions.device).unsqueeze(1)
-        staged = rings.staging + row - (positions - wanted)
-        ring = batch.slots.unsqueeze(1) * rings.size + wanted % rings.size
-        indices = torch.where(wanted >= batch.starts[batch.chunk_of].unsqueeze(1), staged, ring)
-        return torch.where(wanted <= positions, indices, -1)
+        starts = batch.starts[batch.chunk_of]
+        return select.window_rows(batch.positions, batch.slots, starts, rings.size, rings.staging)
 
     def _plan_window_commit(self) -> tuple[Tensor, Tensor]:
         batch, size = self.batch, self._cache.windows.size
@@ -120,8 +112,9 @@ class StepView:
         records = self._cache.records[layer]
         if records.ratio not in self._targets:
             entries = self.entry_positions(layer) // records.ratio
-            tables = self._row_tables[self.closing_rows(layer)]
-            self._targets[records.ratio] = records.rows(tables, entries.unsqueeze(1)).squeeze(1)
+            slots = self.batch.slots[self.closing_rows(layer)]
+            targets = select.entry_rows(self._tables, slots, entries.unsqueeze(1), records.per_block)
+            self._targets[records.ratio] = targets.squeeze(1)
         records.kv[self._targets[records.ratio]] = kv
         records.keys[self._targets[records.ratio]] = keys
 
@@ -135,7 +128,7 @@ class StepView:
 
     def entry_rows(self, layer: int, entries: Tensor) -> Tensor:
         """Entries int64 [N, K] of each row's own sequence (-1 = none) -> rows of kv_pool, int64 [N, K]."""
-        return self._cache.records[layer].rows(self._row_tables, entries)
+        return select.entry_rows(self._tables, self.batch.slots, entries, self._cache.records[layer].per_block)
 
     def key_pool(self, layer: int) -> Tensor:
         """Index keys of a source, [rows, index_head_dim]."""
@@ -163,9 +156,7 @@ class StepView:
 
     def _segment(self, rows: Tensor, slots: Tensor, visible: Tensor, per_block: int) -> Segment:
         seen = visible[rows]
-        entries = torch.arange(int(seen.max()), device=rows.device)
-        blocks = self._tables[slots][:, entries // per_block]  # [B, M]
-        return Segment(rows, blocks * per_block + entries % per_block, seen)
+        return Segment(rows, select.block_rows(self._tables, slots, int(seen.max()), per_block), seen)
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from deepinfer.kernels.reference import (
     hyper,
     indexer,
     norm,
+    paging,
     rope,
     router,
     selection,
@@ -222,9 +223,29 @@ def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blo
     return run(scores, visible, block_size=block_size, topk_blocks=topk_blocks)
 
 
+def _whole_numbers(x: Tensor) -> bool:
+    """CPU twins that only count serve every dtype of the model, where they are not switched off."""
+    return cpu_twins(x.device, torch.float32)
+
+
+def window_rows(positions: Tensor, slots: Tensor, starts: Tensor, size: int, staging: int) -> Tensor:
+    run = cpu.window_rows if _whole_numbers(positions) else paging.window_rows
+    return run(positions, slots, starts, size, staging)
+
+
+def entry_rows(tables: Tensor, slots: Tensor, entries: Tensor, per_block: int) -> Tensor:
+    run = cpu.entry_rows if _whole_numbers(entries) else paging.entry_rows
+    return run(tables, slots, entries, per_block)
+
+
+def block_rows(tables: Tensor, slots: Tensor, count: int, per_block: int) -> Tensor:
+    run = cpu.block_rows if _whole_numbers(tables) else paging.block_rows
+    return run(tables, slots, count, per_block)
+
+
 def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
     """pool[targets] = pool[sources] for a pool [rows, D] of any dtype; no row is both a target and a source."""
-    if pool.device.type == "cpu" and library().handle is not None:
+    if _whole_numbers(pool):
         cpu.copy_rows(pool, targets, sources)
     else:
         pool[targets] = pool[sources]

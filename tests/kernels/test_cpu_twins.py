@@ -289,3 +289,36 @@ def test_rows_of_an_engram_table_are_every_code_times_every_scale():
     assert cpu.table_rows(codes.data_ptr(), scales.data_ptr(), torch.tensor([0]), 2048, 32)[1]
     for outside in (-1, 2048):
         assert not cpu.table_rows(codes.data_ptr(), scales.data_ptr(), torch.tensor([outside]), 2048, 32)[1]
+
+
+@CASES
+@given(
+    size=st.sampled_from([1, 4, 128]),
+    chunks=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 140)), min_size=1, max_size=4),
+    per_block=st.sampled_from([64, 128]),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_pools_are_the_same_as_the_references(size, chunks, per_block, seed):
+    g = torch.Generator().manual_seed(seed)
+    positions = torch.cat([torch.arange(start, start + length) for start, length in chunks])
+    lengths = torch.tensor([length for _, length in chunks])
+    starts = torch.tensor([start for start, _ in chunks]).repeat_interleave(lengths)
+    slots = torch.randperm(5, generator=g)[: len(chunks)].repeat_interleave(lengths)
+    tables = torch.randint(0, 50, (5, 10), generator=g)
+    entries = torch.randint(-1, 9 * per_block, (len(positions), 7), generator=g)
+    count = int(torch.randint(0, 9 * per_block, (1,), generator=g))
+
+    def run() -> list[torch.Tensor]:
+        return [
+            select.window_rows(positions, slots, starts, size, 5 * size),
+            select.entry_rows(tables, slots, entries, per_block),
+            select.block_rows(tables, slots[:3], count, per_block),
+        ]
+
+    got = run()
+    with select.reference_only():
+        for a, b in zip(got, run(), strict=True):
+            assert torch.equal(a, b)
+    # the newest key of every row's window is its own entry, just staged
+    newest = got[0].gather(1, positions.clamp_max(size - 1).unsqueeze(1)).squeeze(1)
+    assert torch.equal(newest, 5 * size + torch.arange(len(positions)))

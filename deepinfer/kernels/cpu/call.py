@@ -29,6 +29,9 @@ SIGNATURES = {
     "rms_norm_f32": "ppiifp",
     "apply_rope_f32": "pppiiiifp",
     "copy_rows": "pppii",
+    "window_rows": "pppiiip",
+    "entry_rows": "pippiiip",
+    "block_rows": "pipiiip",
     "table_rows_f32": "pppiiipp",
     "philox_uniform_f32": "ppppiiiip",
 }

@@ -138,3 +138,21 @@ def table_rows(codes: int, scales: int, ids: Tensor, rows: int, width: int) -> t
     out, bad = torch.empty(*ids.shape, width), torch.zeros(1, dtype=torch.int64)
     call("table_rows_f32", codes, scales, ids, ids.numel(), rows, width, out, bad)
     return out, not bool(bad)
+
+
+def window_rows(positions: Tensor, slots: Tensor, starts: Tensor, size: int, staging: int) -> Tensor:
+    rows = torch.empty(positions.numel(), size, dtype=torch.int64)
+    call("window_rows", positions, slots, starts, positions.numel(), size, staging, rows)
+    return rows
+
+
+def entry_rows(tables: Tensor, slots: Tensor, entries: Tensor, per_block: int) -> Tensor:
+    rows = torch.empty_like(entries)
+    call("entry_rows", tables, tables.shape[1], slots, entries.contiguous(), *entries.shape, per_block, rows)
+    return rows
+
+
+def block_rows(tables: Tensor, slots: Tensor, count: int, per_block: int) -> Tensor:
+    rows = torch.empty(slots.numel(), count, dtype=torch.int64)
+    call("block_rows", tables, tables.shape[1], slots, slots.numel(), count, per_block, rows)
+    return rows

@@ -1,0 +1,32 @@
+"""Where things lie: rows of pools for the windows, entries and keys of a step. Whole numbers: twins are exact."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def window_rows(positions: Tensor, slots: Tensor, starts: Tensor, size: int, staging: int) -> Tensor:
+    """Rows of positions max(0, p - size + 1) .. p for every row of a step, oldest first, then -1: int64 [N, size].
+
+    positions, slots, starts int64 [N]; starts = first position of the row's chunk. A position of the chunk lies in
+    the staging area (row i of the step at staging + i), an earlier one in the slot's ring.
+    """
+    wanted = (positions.unsqueeze(1) - size + 1).clamp_min(0) + torch.arange(size, device=positions.device)
+    row = torch.arange(positions.numel(), device=positions.device).unsqueeze(1)
+    staged = staging + row - (positions.unsqueeze(1) - wanted)
+    ring = slots.unsqueeze(1) * size + wanted % size
+    rows = torch.where(wanted >= starts.unsqueeze(1), staged, ring)
+    return torch.where(wanted <= positions.unsqueeze(1), rows, -1)
+
+
+def entry_rows(tables: Tensor, slots: Tensor, entries: Tensor, per_block: int) -> Tensor:
+    """tables int64 [slots, blocks], slots int64 [N], entries int64 [N, K] (-1 = none) -> pool rows int64 [N, K]."""
+    block = tables[slots].gather(-1, entries.clamp_min(0) // per_block)
+    return torch.where(entries < 0, -1, block * per_block + entries % per_block)
+
+
+def block_rows(tables: Tensor, slots: Tensor, count: int, per_block: int) -> Tensor:
+    """Pool rows of entries 0 .. count - 1 of each slot: int64 [B, count]."""
+    entries = torch.arange(count, device=tables.device)
+    return tables[slots][:, entries // per_block] * per_block + entries % per_block
