@@ -18,7 +18,7 @@ from deepinfer.engine.loop import Engine
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.settings import Settings, resolve_settings
-from deepinfer.engine.sizing import block_bytes, fit, memory_for_blocks
+from deepinfer.engine.sizing import block_bytes, fit, memory_for_blocks, slot_bytes
 from deepinfer.kernels.device import free_memory
 from deepinfer.model import Chunk, load_model
 from deepinfer.model.hub import resolve_model
@@ -89,6 +89,7 @@ class LLM:
             max_num_seqs=chosen.max_num_seqs,
             max_num_batched_tokens=chosen.max_num_batched_tokens,
             bytes_per_block=block_bytes(self.config, getattr(torch, chosen.dtype)),
+            bytes_per_slot=slot_bytes(self.config, getattr(torch, chosen.dtype)),
             memory=memory_for_blocks(free, total, chosen.device.type, gpu_memory_utilization),
             num_blocks=num_blocks,
             seed=seed,

@@ -239,6 +239,15 @@ def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
     assert fit(**options, max_model_len=200, memory=10**9).num_blocks == 8  # 4 sequences of 2 blocks
 
 
+def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made() -> None:
+    options = {"context": 1 << 20, "max_model_len": 128, "max_num_batched_tokens": 64, "bytes_per_block": 1000}
+    with pytest.raises(ValueError, match="max_num_seqs: 30 .* at most 20 fit"):
+        fit(**options, max_num_seqs=30, bytes_per_slot=500, memory=10_000)
+    with pytest.raises(ValueError, match="num_blocks: 9 .* at most 8 do"):
+        fit(**options, max_num_seqs=4, bytes_per_slot=500, memory=10_000, num_blocks=9)
+    assert fit(**options, max_num_seqs=4, bytes_per_slot=500, memory=10_000, num_blocks=8).num_blocks == 8
+
+
 def test_environment_gives_the_defaults(monkeypatch) -> None:
     options = {
         "device": "auto", "dtype": "auto", "max_num_seqs": 4, "max_num_batched_tokens": None,

@@ -14,6 +14,14 @@ def block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(BLOCK_SIZE // config.ratio(layer) * per_entry for layer in config.kv_source_layer_ids)
 
 
+def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that a sequence takes whatever its length: the window rings of all layers, and the open rows (a value and a
+    gate in float32) of the ratio-2 sources."""
+    rings = config.num_hidden_layers * config.sliding_window * config.head_dim * dtype.itemsize
+    pairs = sum(config.ratio(layer) == 2 for layer in config.kv_source_layer_ids)
+    return rings + pairs * 2 * config.head_dim * torch.float32.itemsize
+
+
 def memory_for_blocks(free: int, total: int, device_type: str, gpu_memory_utilization: float) -> int:
     """Bytes that the block pool may take, after the weights are loaded.
 
@@ -32,6 +40,7 @@ def fit(
     max_num_batched_tokens: int,
     bytes_per_block: int,
     memory: int,
+    bytes_per_slot: int = 0,
     num_blocks: int | None = None,
     seed: int | None = None,
 ) -> EngineConfig:
@@ -43,7 +52,17 @@ def fit(
     """
     if max_model_len is not None and max_model_len > context:
         raise ValueError(f"max_model_len: {max_model_len} is more than the model's {context} positions")
-    most = max(memory // max(bytes_per_block, 1), 0)
+    if bytes_per_slot * max_num_seqs > memory:
+        raise ValueError(
+            f"max_num_seqs: {max_num_seqs} sequences need {bytes_per_slot * max_num_seqs:,} bytes for their windows and "
+            f"{memory:,} are free for the cache; at most {memory // bytes_per_slot} fit"
+        )
+    most = (memory - bytes_per_slot * max_num_seqs) // max(bytes_per_block, 1)
+    if num_blocks is not None and num_blocks > most:
+        raise ValueError(
+            f"num_blocks: {num_blocks} blocks of {bytes_per_block:,} bytes do not fit into the memory for the cache; at "
+            f"most {most} do"
+        )
     if num_blocks is None:
         if most < 1:
             raise ValueError(f"no memory for the cache: {memory} bytes are left and one block takes {bytes_per_block}")
