@@ -28,6 +28,7 @@ class Variable:
     default: Any
     help: str
     used_by: str
+    planned: bool = False  # read and checked, and without effect until what uses it is built
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DEEPINFER_ENABLE_MTP_VARLEN", "mtp_varlen", "0, 1", _switch, True,
         "Verify only the drafts that the confidence head expects to pay off. Reproducible sampling needs 0.",
-        "speculation",
+        "speculation", planned=True,
     ),
     Variable(
         "DEEPINFER_BATCH_INVARIANT", "batch_invariant", "0, 1", _switch, False,
@@ -111,28 +112,29 @@ VARIABLES: tuple[Variable, ...] = (
         "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "yoco_truncation_mode", "compact, off",
         _choice("compact", "off"), "off",
         "`compact` runs the decoder half of the model on the last tokens of a prompt only. Faster, not exact.",
-        "engine",
+        "engine", planned=True,
     ),
     Variable(
         "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "yoco_keep_tokens", "integer >= 134", _count(134), 140,
-        "Prompt tokens that the decoder half keeps in `compact` mode. 134 = 128 window + 6 of a verify step.", "engine",
+        "Prompt tokens that the decoder half keeps in `compact` mode. 134 = 128 window + 6 of a verify step.",
+        "engine", planned=True,
     ),
     Variable(
         "DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS", "num_extra_experts", "integer >= 0", _count(0), 32,
-        "Fewest redundant expert slots over all ranks, for expert load balancing.", "parallel/eplb.py",
+        "Fewest redundant expert slots over all ranks, for expert load balancing.", "parallel/eplb.py", planned=True,
     ),
     Variable(
         "DEEPINFER_MOE_LB_STAT_INTERVAL", "moe_lb_stat_interval", "integer >= 0", _count(0), 0,
-        "Steps between two records of the expert load; 0 = none.", "parallel/eplb.py, metrics",
+        "Steps between two records of the expert load; 0 = none.", "parallel/eplb.py, metrics", planned=True,
     ),
     Variable(
         "DEEPINFER_LOGGING_INTERVAL_STEP", "logging_interval_step", "integer >= 0", _count(0), 0,
-        "Steps between two progress lines of the engine; 0 = none.", "engine, metrics",
+        "Steps between two progress lines of the engine; 0 = none.", "engine, metrics", planned=True,
     ),
     Variable(
         "PROFILE", "profile", "0, 1", _switch, False,
         "Record a profiler trace of two prefill and three decode steps. Never derive a rate from such a run.",
-        "metrics",
+        "metrics", planned=True,
     ),
     Variable(
         "WORLD_SIZE", "world_size", "integer >= 1", _count(1), 1,
@@ -177,5 +179,6 @@ def markdown_table() -> str:
         default = (
             "unset" if v.default is None else str(int(v.default)) if isinstance(v.default, bool) else str(v.default)
         )
-        rows.append(f"| `{v.name}` | {v.accepts} | {default} | {v.help} | {v.used_by} |")
+        meaning = f"Planned, no effect yet: {v.help}" if v.planned else v.help
+        rows.append(f"| `{v.name}` | {v.accepts} | {default} | {meaning} | {v.used_by} |")
     return "\n".join(rows) + "\n"

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.loop import Engine
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.settings import Settings, resolve_settings
+from deepinfer.engine.settings import Settings, check_whole_numbers, resolve_settings
 from deepinfer.engine.sizing import block_bytes, fit, memory_for_blocks, slot_bytes
 from deepinfer.kernels.device import free_memory
 from deepinfer.model import Chunk, load_model
@@ -25,7 +26,7 @@ from deepinfer.model.hub import resolve_model
 
 
 class LLM:
-    """A loaded model that answers prompts.
+    """A loaded model that answers prompts. Threads may share one: their requests are batched together.
 
     model: a local Hugging Face directory, a hub id, or "nano"; None = DEEPINFER_HF_MODEL_DIR, else "nano".
     device: auto, cpu, cuda. dtype: auto, float32 (weights widened, nothing rounded), bfloat16 (the release's numerics).
@@ -60,6 +61,7 @@ class LLM:
         num_blocks: int | None = None,
         verbose: bool = True,
     ) -> None:
+        check_whole_numbers(max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=num_blocks)
         chosen = resolve_settings(
             device=device,
             dtype=dtype,
@@ -108,6 +110,7 @@ class LLM:
         )
         self.settings: Settings = chosen
         self._ids = count()
+        self._lock = RLock()  # around every touch of the engine: threads share its steps, and their requests its batch
         self._streams: dict[str, deque[SequenceDelta]] = {}
         if verbose:
             print(chosen.describe(self.path, self.engine_config), file=sys.stderr)
@@ -133,13 +136,16 @@ class LLM:
         work = self._checked(prompts, sampling_params, prompt_token_ids, add_bos)
         request_ids = [str(next(self._ids)) for _ in work]
         try:
-            for request_id, (text, ids, params) in zip(request_ids, work, strict=True):
-                self.engine.add_request(request_id, ids, params, prompt=text)
+            with self._lock:
+                for request_id, (text, ids, params) in zip(request_ids, work, strict=True):
+                    self.engine.add_request(request_id, ids, params, prompt=text)
             self._run(set(request_ids), use_tqdm)
-            return [self.engine.pop_output(request_id) for request_id in request_ids]
+            with self._lock:
+                return [self.engine.pop_output(request_id) for request_id in request_ids]
         finally:
-            for request_id in request_ids:
-                self.engine.discard(request_id)  # does nothing to those that were handed over
+            with self._lock:
+                for request_id in request_ids:
+                    self.engine.discard(request_id)  # does nothing to those that were handed over
 
     def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, add_bos: bool = True
@@ -154,8 +160,9 @@ class LLM:
 
     def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[SequenceDelta]:
         request_id = str(next(self._ids))
-        self.engine.add_request(request_id, ids, params, prompt=text)
-        arrived = self._streams[request_id] = deque()
+        with self._lock:
+            self.engine.add_request(request_id, ids, params, prompt=text)
+            arrived = self._streams[request_id] = deque()
         try:
             while arrived or self.engine.is_unfinished(request_id):
                 if not arrived:
@@ -163,8 +170,9 @@ class LLM:
                 while arrived:
                     yield arrived.popleft()
         finally:
-            del self._streams[request_id]
-            self.engine.discard(request_id)
+            with self._lock:
+                del self._streams[request_id]
+                self.engine.discard(request_id)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits at every position of a sequence, float32 [n, vocab], on the CPU: row i predicts token i + 1.
@@ -185,17 +193,21 @@ class LLM:
         parts = []
         for start in range(0, len(ids), step):
             piece = ids[start : start + step]
-            parts.append(self.model.forward([Chunk(slot, start, piece, len(piece))], cache).cpu())
+            with self._lock:
+                parts.append(self.model.forward([Chunk(slot, start, piece, len(piece))], cache).cpu())
         cache.close(slot)
         return torch.cat(parts)
 
     def _step(self) -> list[SequenceDelta]:
         """One engine step; what belongs to an open stream is kept for it, whoever made the step."""
-        deltas = self.engine.step()
-        for delta in deltas:
-            if delta.request_id in self._streams:
-                self._streams[delta.request_id].append(delta)
-        return deltas
+        with self._lock:
+            if not self.engine.has_unfinished:  # another thread's step has just ended the last one
+                return []
+            deltas = self.engine.step()
+            for delta in deltas:
+                if delta.request_id in self._streams:
+                    self._streams[delta.request_id].append(delta)
+            return deltas
 
     def _run(self, waited_for: set[str], use_tqdm: bool) -> None:
         """Steps until these requests have ended, with a bar over them."""
@@ -244,7 +256,10 @@ class LLM:
         if isinstance(entry, str):
             if not entry:
                 raise InvalidRequestError("prompt", "is empty; give at least one character")
-            return entry, self.tokenizer.encode_prompt(entry, add_bos)
+            try:
+                return entry, self.tokenizer.encode_prompt(entry, add_bos)
+            except ValueError as error:
+                raise InvalidRequestError("prompt", str(error)) from None
         if isinstance(entry, Sequence) and not isinstance(entry, bytes):
             return None, list(entry)
         raise InvalidRequestError("prompt", f"must be a text or a list of token ids, got {type(entry).__name__}")
@@ -255,8 +270,12 @@ def _prompt_list(prompts: object, prompt_token_ids: object) -> list:
     if (prompts is None) == (prompt_token_ids is None):
         raise InvalidRequestError("prompts", "give either prompts or prompt_token_ids")
     name, given = ("prompts", prompts) if prompts is not None else ("prompt_token_ids", prompt_token_ids)
-    if isinstance(given, str):
+    if isinstance(given, str) and name == "prompts":
         given = [given]
+    if name == "prompt_token_ids" and (
+        isinstance(given, str) or (isinstance(given, Sequence) and any(isinstance(entry, str) for entry in given))
+    ):
+        raise InvalidRequestError(name, "holds text; give text as prompts")
     if not isinstance(given, Sequence):
         raise InvalidRequestError(name, f"must be a list, got {type(given).__name__}")
     if not given:

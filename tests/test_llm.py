@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -241,9 +242,9 @@ def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
 
 def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made() -> None:
     options = {"context": 1 << 20, "max_model_len": 128, "max_num_batched_tokens": 64, "bytes_per_block": 1000}
-    with pytest.raises(ValueError, match="max_num_seqs: 30 .* at most 20 fit"):
+    with pytest.raises(ValueError, match=r"max_num_seqs: 30 .* at most 20 fit"):
         fit(**options, max_num_seqs=30, bytes_per_slot=500, memory=10_000)
-    with pytest.raises(ValueError, match="num_blocks: 9 .* at most 8 do"):
+    with pytest.raises(ValueError, match=r"num_blocks: 9 .* at most 8 do"):
         fit(**options, max_num_seqs=4, bytes_per_slot=500, memory=10_000, num_blocks=9)
     assert fit(**options, max_num_seqs=4, bytes_per_slot=500, memory=10_000, num_blocks=8).num_blocks == 8
 
@@ -267,3 +268,37 @@ def test_decode_perplexity_comes_from_the_token_logprobs(llm) -> None:
     (output,) = ask(llm, PROMPTS[:1], GREEDY)
     values = output.outputs[0].token_logprobs
     assert math.exp(-sum(values) / len(values)) >= 1
+
+
+def test_threads_share_an_llm_and_get_what_they_would_get_alone(llm, together) -> None:
+    """Four callers at once: their requests are batched, nobody's tokens change, nothing is left behind."""
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(ask, llm, [p], params) for p, params in zip(PROMPTS, SEEDED, strict=True)]
+        answers = [call.result(timeout=120)[0] for call in calls]
+    assert tokens(answers) == tokens(together)
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ({"prompts": "a\ud800b"}, "prompt 0, prompt: character 1 is a lone surrogate"),
+        ({"prompt_token_ids": "hello"}, "prompt_token_ids: holds text"),
+        ({"prompt_token_ids": ["hello"]}, "prompt_token_ids: holds text"),
+    ],
+)
+def test_text_that_is_no_text_and_text_in_place_of_ids_are_named(llm, given, named) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        llm.generate(**given, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "num_blocks", "max_model_len"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, "a", True])
+def test_a_size_that_is_no_whole_number_is_named_before_anything_is_loaded(tiny_checkpoint: Path, name, value) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: must be a whole number >= 1"):
+        LLM(tiny_checkpoint, **{name: value}, verbose=False)
+
+
+def test_switches_that_do_nothing_yet_are_named_at_start(tiny_checkpoint: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("DEEPINFER_LOGGING_INTERVAL_STEP", "5")
+    LLM(tiny_checkpoint, device="cpu", max_model_len=256)
+    assert "without effect, not built yet: DEEPINFER_LOGGING_INTERVAL_STEP" in capsys.readouterr().err

@@ -31,7 +31,6 @@ def chat(
 ) -> None:
     """Reads lines, streams answers."""
     from deepinfer.codec.chat_template import Message, render
-    from deepinfer.engine.errors import InvalidRequestError
     from deepinfer.engine.sampling_params import SamplingParams
     from deepinfer.llm import LLM
 
@@ -72,7 +71,7 @@ def chat(
             for delta in llm.stream(render(messages, llm.tokenizer, thinking), params):
                 answer += delta.text
                 print(delta.text, end="", flush=True)
-        except InvalidRequestError as error:  # the conversation outgrew the context
+        except ValueError as error:  # the conversation outgrew the context, or the line was no text
             messages.pop()
             print(f"error: {error}; /reset starts anew", file=sys.stderr)
             continue

@@ -186,7 +186,12 @@ def read_prompts(name: str, params: "SamplingParams") -> list[tuple[str | list[i
     An object holds "prompt" (text) or "prompt_token_ids", and any sampling parameters that replace those of the
     command line. Empty lines are passed over. Raises ValueError naming the line.
     """
-    lines = (sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")).splitlines()
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: is not UTF-8 text ({error})") from None
+    # Not splitlines(): form feeds and U+2028 may stand inside a prompt. A byte order mark is no part of the first one.
+    lines = [line.removesuffix("\r") for line in text.removeprefix("\ufeff").split("\n")]
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ValueError(f"{name}: holds no prompt")
@@ -202,10 +207,16 @@ def read_prompts(name: str, params: "SamplingParams") -> list[tuple[str | list[i
             if len(given) != 1:
                 raise ValueError('needs either "prompt" or "prompt_token_ids"')
             prompt = record.pop(given[0])
+            if given[0] == "prompt" and not isinstance(prompt, str):
+                raise ValueError(f"prompt must be a text, got {prompt!r}")
+            if given[0] == "prompt_token_ids" and not (
+                isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)
+            ):
+                raise ValueError(f"prompt_token_ids must be a list of whole numbers, got {prompt!r}")
             if "logit_bias" in record:
                 record["logit_bias"] = _bias(json.dumps(record["logit_bias"]))
             work.append((prompt, params.with_changes(**record)))
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{name} line {number}: {error}") from error
     return work
 

@@ -48,9 +48,13 @@ class Tokenizer:
         if settings_path.is_file():
             try:
                 bos = json.loads(settings_path.read_text(encoding="utf-8")).get("bos_token")
-            except (json.JSONDecodeError, AttributeError) as error:
+            except (ValueError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{settings_path}: not a JSON object ({error})") from error
-        return cls(directory / "tokenizer.json", bos["content"] if isinstance(bos, dict) else bos)
+            if isinstance(bos, dict):
+                bos = bos.get("content")
+            if not isinstance(bos, str | None):
+                raise ValueError(f"{settings_path}: bos_token must be a text, or an object with a text as content")
+        return cls(directory / "tokenizer.json", bos)
 
     @property
     def vocab_size(self) -> int:
@@ -61,16 +65,16 @@ class Tokenizer:
         """Ids of a trusted prompt string: spellings of control tokens in it become control tokens.
 
         add_bos puts the begin token in front, unless the string already starts with its spelling. For text that came
-        from somebody else use `encode_text`.
+        from somebody else use `encode_text`. ValueError for a lone surrogate.
         """
-        ids = self._full.encode(text, add_special_tokens=False).ids
+        ids = self._full.encode(_unicode(text), add_special_tokens=False).ids
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             return [self.bos_token_id, *ids]
         return list(ids)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of untrusted text: never a control token, whatever it spells."""
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        """Ids of untrusted text: never a control token, whatever it spells. ValueError for a lone surrogate."""
+        return list(self._plain.encode(_unicode(text), add_special_tokens=False).ids)
 
     def control_id(self, spelling: str) -> int:
         """Id of a control token; ValueError if this tokenizer does not have it."""
@@ -123,3 +127,12 @@ def _require_byte_level(path: Path, definition: dict) -> None:
             f"{path}: needs a BPE model with a ByteLevel decoder, "
             f"got model {definition.get('model', {}).get('type')!r} and decoder {kinds!r}"
         )
+
+
+def _unicode(text: str) -> str:
+    """The text, if it can be written as UTF-8: half of a surrogate pair stands for bytes that were no text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is a lone surrogate: the input was not valid UTF-8 text") from None
+    return text

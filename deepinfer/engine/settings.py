@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from deepinfer.config import BLOCK_SIZE, EngineConfig
-from deepinfer.env import read_environment
+from deepinfer.env import VARIABLES, read_environment
 from deepinfer.kernels import select
 from deepinfer.kernels.device import resolve_device
 
@@ -39,6 +39,13 @@ class Settings:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
+def check_whole_numbers(**arguments: int | None) -> None:
+    """Raises ValueError naming the argument unless each is a whole number of at least 1, or None."""
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}: must be a whole number >= 1, got {value!r}")
+
+
 def resolve_settings(
     *,
     device: str,
@@ -63,8 +70,8 @@ def resolve_settings(
     if batch_invariant or (batch_invariant is None and environment.batch_invariant):
         # torch's CPU and CUDA matrix products choose their blocking by the number of rows
         raise ValueError(
-            "batch_invariant: the kernels of this version do not promise bit-equal logits across batch sizes; "
-            "use batch_invariant=False (greedy tokens in float32 are tested equal across batches)"
+            "batch_invariant: not every path of this version promises bit-equal logits across batch sizes; use "
+            "batch_invariant=False (float32 on a CPU with its kernels is bit-equal without being asked)"
         )
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization: must be above 0 and at most 1, got {gpu_memory_utilization!r}")
@@ -76,6 +83,9 @@ def resolve_settings(
         notes.append(f"nextn 0 instead of {wished_drafts}: drafting is not built yet")
     if enable_prefix_caching:
         notes.append("prefix caching off: it is not built yet")
+    idle = [v for v in VARIABLES if v.planned and getattr(environment, v.field) != v.default]
+    if idle:
+        notes.append(f"without effect, not built yet: {', '.join(v.name for v in idle)}")
     if environment.unknown:
         notes.append(f"environment variables without a meaning: {', '.join(environment.unknown)}")
 

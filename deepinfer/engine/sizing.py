@@ -54,14 +54,14 @@ def fit(
         raise ValueError(f"max_model_len: {max_model_len} is more than the model's {context} positions")
     if bytes_per_slot * max_num_seqs > memory:
         raise ValueError(
-            f"max_num_seqs: {max_num_seqs} sequences need {bytes_per_slot * max_num_seqs:,} bytes for their windows and "
+            f"max_num_seqs: {max_num_seqs} sequences need {bytes_per_slot * max_num_seqs:,} bytes for their windows, "
             f"{memory:,} are free for the cache; at most {memory // bytes_per_slot} fit"
         )
     most = (memory - bytes_per_slot * max_num_seqs) // max(bytes_per_block, 1)
     if num_blocks is not None and num_blocks > most:
         raise ValueError(
-            f"num_blocks: {num_blocks} blocks of {bytes_per_block:,} bytes do not fit into the memory for the cache; at "
-            f"most {most} do"
+            f"num_blocks: {num_blocks} blocks of {bytes_per_block:,} bytes do not fit into the memory for the cache; "
+            f"at most {most} do"
         )
     if num_blocks is None:
         if most < 1:

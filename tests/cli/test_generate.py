@@ -159,3 +159,27 @@ def test_chat_streams_turns_and_obeys_its_commands(tiny_checkpoint: Path, monkey
     shown = capsys.readouterr()
     assert code == 0
     assert "/reset forgets" in shown.err and "error" not in shown.err
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"prompt": 5}', "line 1: prompt must be a text, got 5"),
+        ('{"prompt": "a"}\n{"prompt_token_ids": "abc"}', "line 2: prompt_token_ids must be a list of whole numbers"),
+        ('{"prompt_token_ids": [1, true]}', "line 1: prompt_token_ids must be a list of whole numbers"),
+    ],
+)
+def test_a_prompt_of_the_wrong_type_is_refused_and_never_run_as_something_else(tmp_path, text, message) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_prompts(str(file), SamplingParams())
+
+
+def test_marks_and_separators_inside_a_prompt_file_change_nothing(tmp_path: Path) -> None:
+    """A byte order mark before the first line, a form feed and U+2028 inside prompts, Windows line ends."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\r\n', encoding="utf-8", newline="")
+    assert [prompt for prompt, _ in read_prompts(str(file), SamplingParams())] == ["a\u2028b", "c"]
+    file.write_text("one\x0ctwo\nthree", encoding="utf-8")
+    assert [prompt for prompt, _ in read_prompts(str(file), SamplingParams())] == ["one\x0ctwo", "three"]

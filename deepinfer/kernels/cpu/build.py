@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -34,14 +35,35 @@ def _machine() -> str:
 
 
 def _cache_folder() -> Path:
-    folder = Path.home() / ".cache" / "deepinfer" / "kernels"
+    """~/.cache/deepinfer/kernels, or without a usable home a folder of this user's own among temporary files."""
     try:
+        folder = Path.home() / ".cache" / "deepinfer" / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        pass
+    folder = Path(tempfile.gettempdir()) / f"deepinfer-kernels-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return folder  # nobody else can have put a library there
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="deepinfer-kernels-"))
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether the library is the file that was built: loading a truncated one would kill the process."""
+    try:
+        return _digest(target) == target.with_suffix(".sha256").read_text()
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _compile(compiler: str, target: Path) -> str | None:
@@ -54,7 +76,10 @@ def _compile(compiler: str, target: Path) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode:
             return done.stderr.strip()[:400]
-        os.replace(name, target)  # atomic: several processes may build at once
+        seal = Path(name).with_suffix(".seal")
+        seal.write_text(_digest(Path(name)))
+        os.replace(name, target)  # atomic: several processes may build at once; one that sees an old seal builds again
+        os.replace(seal, target.with_suffix(".sha256"))
         return None
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -71,7 +96,7 @@ def library() -> Library:
     text = "".join(path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cpp"))
     key = hashlib.sha256("\n".join((text, compiler, *FLAGS, _machine())).encode()).hexdigest()[:24]
     target = _cache_folder() / f"kernels-{key}.so"
-    if not target.exists():
+    if not _is_whole(target):
         problem = _compile(compiler, target)
         if problem is not None:
             return Library(None, f"{compiler} could not build the CPU kernels: {problem}")
