@@ -24,9 +24,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "prompt_logprobs_chunk"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: must be a whole number >= 1, got {value!r}")
+            check_whole_number(name, getattr(self, name))
         if self.max_model_len < 2:
             raise ValueError("max_model_len: must be at least 2, one token of prompt and one of output")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -45,6 +43,12 @@ class EngineConfig:
             )
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed: must be from 0 to 2**64 - 1, or None, got {self.seed!r}")
+
+
+def check_whole_number(name: str, value: object) -> None:
+    """Raises ValueError naming the argument unless it is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: must be a whole number >= 1, got {value!r}")
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 from deepinfer.cache import Cache
 from deepinfer.codec.tokenizer import Tokenizer
-from deepinfer.config import blocks_for
+from deepinfer.config import blocks_for, check_whole_number
 from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.loop import Engine
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.settings import Settings, check_whole_numbers, resolve_settings
+from deepinfer.engine.settings import Settings, resolve_settings
 from deepinfer.engine.sizing import block_bytes, fit, memory_for_blocks, slot_bytes
 from deepinfer.kernels.device import free_memory
 from deepinfer.model import Chunk, load_model
@@ -61,7 +61,10 @@ class LLM:
         num_blocks: int | None = None,
         verbose: bool = True,
     ) -> None:
-        check_whole_numbers(max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_blocks=num_blocks)
+        check_whole_number("max_num_seqs", max_num_seqs)
+        for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks)):
+            if size is not None:
+                check_whole_number(name, size)
         chosen = resolve_settings(
             device=device,
             dtype=dtype,

@@ -43,7 +43,7 @@ class StepView:
         self._staged_rows, self._ring_targets = self._plan_window_commit()
         self._closing, self._partners = self._plan_pairs()
         self._segments: dict[int, list[Segment]] = {}
-        self._targets: dict[int, Tensor] = {}  # by ratio, like the next two: sources of one ratio share their plan
+        self._targets: dict[int, Tensor] = {}  # by ratio, as above and below: sources of one ratio share their plan
         self._entry_positions: dict[int, Tensor] = {}
 
     def commit(self) -> None:
@@ -55,8 +55,7 @@ class StepView:
     def _plan_window_reads(self) -> Tensor:
         """Rows of positions max(0, p - W + 1) .. p, oldest first, then -1: int64 [N, W]."""
         batch, rings = self.batch, self._cache.windows
-        starts = batch.starts[batch.chunk_of]
-        return select.window_rows(batch.positions, batch.slots, starts, rings.size, rings.staging)
+        return select.window_rows(batch.positions, batch.slots, batch.row_starts, rings.size, rings.staging)
 
     def _plan_window_commit(self) -> tuple[Tensor, Tensor]:
         batch, size = self.batch, self._cache.windows.size
@@ -80,7 +79,7 @@ class StepView:
         step, or N + slot for the open row of the cache."""
         batch = self.batch
         closing = (batch.positions % 2 == 1).nonzero().squeeze(1)
-        in_chunk = batch.positions[closing] > batch.starts[batch.chunk_of[closing]]
+        in_chunk = batch.positions[closing] > batch.row_starts[closing]
         return closing, torch.where(in_chunk, closing - 1, self._num_rows + batch.slots[closing])
 
     def close_pairs(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,8 +87,7 @@ class StepView:
         that closes, [G, 2, D] each. A token left without its partner becomes the open row."""
         open_rows = self._cache.open_rows.rows[layer]
         first = torch.cat((rows, open_rows))[self._partners]
-        batch = self.batch
-        last = batch.first_rows + batch.lengths - 1
+        batch, last = self.batch, self.batch.last_rows
         pending = batch.positions[last] % 2 == 0
         open_rows[batch.chunk_slots[pending]] = rows[last[pending]]
         return first, rows[self._closing]
@@ -136,14 +134,13 @@ class StepView:
 
     def segments(self, layer: int) -> list[Segment]:
         """The step's rows in pieces that share their keys."""
-        records = self._cache.records[layer]
-        if records.ratio not in self._segments:
-            self._segments[records.ratio] = list(self._plan_segments(records.ratio, records.per_block))
-        return self._segments[records.ratio]
+        ratio = self._cache.records[layer].ratio
+        if ratio not in self._segments:
+            self._segments[ratio] = list(self._plan_segments(layer))
+        return self._segments[ratio]
 
-    def _plan_segments(self, ratio: int, per_block: int) -> Iterator[Segment]:
-        batch = self.batch
-        visible = (batch.positions + 1) // ratio
+    def _plan_segments(self, layer: int) -> Iterator[Segment]:
+        batch, per_block, visible = self.batch, self._cache.records[layer].per_block, self.visible(layer)
         single = (batch.lengths == 1).nonzero().squeeze(1)
         if single.numel():
             rows = batch.first_rows[single].unsqueeze(1)
@@ -167,11 +164,10 @@ class StepView:
         lookback = last_tokens.shape[1]
         known = torch.cat((live_ids, last_tokens.flatten()))
         shifts = torch.arange(lookback + 1, device=live_ids.device)
-        offset = batch.positions - batch.starts[batch.chunk_of]  # row within its chunk
+        offset = batch.positions - batch.row_starts  # row within its chunk
         row = torch.arange(self._num_rows, device=live_ids.device).unsqueeze(1)
         before = lookback + offset.unsqueeze(1) - shifts  # column of last_tokens when the shift leaves the chunk
         stored = self._num_rows + batch.slots.unsqueeze(1) * lookback + before
         history = known[torch.where(shifts <= offset.unsqueeze(1), row - shifts, stored)]
-        last = batch.first_rows + batch.lengths - 1
-        last_tokens[batch.chunk_slots] = history[last, :lookback].flip(1)  # oldest first
+        last_tokens[batch.chunk_slots] = history[batch.last_rows, :lookback].flip(1)  # oldest first
         return history

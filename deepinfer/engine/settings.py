@@ -39,13 +39,6 @@ class Settings:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-def check_whole_numbers(**arguments: int | None) -> None:
-    """Raises ValueError naming the argument unless each is a whole number of at least 1, or None."""
-    for name, value in arguments.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}: must be a whole number >= 1, got {value!r}")
-
-
 def resolve_settings(
     *,
     device: str,

@@ -39,9 +39,14 @@ class Batch:
     logit_rows: Tensor  # rows that need logits, in order
 
     @cached_property
-    def is_decode(self) -> bool:
-        """Every chunk is a single row."""
-        return self.token_ids.numel() == self.lengths.numel()
+    def row_starts(self) -> Tensor:
+        """Position of the first token of each row's chunk, [N]."""
+        return self.starts[self.chunk_of]
+
+    @cached_property
+    def last_rows(self) -> Tensor:
+        """Row of each chunk's last token, [chunks]."""
+        return self.first_rows + self.lengths - 1
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[Chunk], device: torch.device) -> Batch:

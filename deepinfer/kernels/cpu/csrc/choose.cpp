@@ -3,12 +3,11 @@
 #include <functional>
 #include <limits>
 #include <vector>
+#include "choose.h"
 #include "common.h"
 
-// logits [N, E]; bias [E], or [N, E] with bias_stride E; ids, weights [N, topk] best first; scores [N, E].
-extern "C" void route_f32(const float* logits, const float* bias, int64_t bias_stride, int64_t N, int64_t E, int64_t topk,
-                          float scale, int64_t normalize, float temperature, int64_t* ids, float* weights, float* scores,
-                          int threads) {
+void route(const float* logits, const float* bias, int64_t bias_stride, int64_t N, int64_t E, int64_t topk, float scale,
+           int64_t normalize, float temperature, int64_t* ids, float* weights, float* scores) {
   for (int64_t n = 0; n < N; ++n) {
     float* s = scores + n * E;
     for (int64_t e = 0; e < E; ++e) {
@@ -28,7 +27,6 @@ extern "C" void route_f32(const float* logits, const float* bias, int64_t bias_s
     }
     for (int64_t k = 0; k < topk; ++k) weights[n * topk + k] *= normalize ? scale / (total + 1e-20f) : scale;
   }
-  (void)threads;
 }
 
 // scores [R, M], -inf = not selectable; allowed [R, M] bytes or null -> entries [R, k]: the k best positions in ascending

@@ -1,9 +1,7 @@
 // The whole mixture of experts: gate, choice, gather, up products, clamped SwiGLU, down product, sum by expert number.
 #include <vector>
+#include "choose.h"
 #include "gemm.h"
-
-extern "C" void route_f32(const float*, const float*, int64_t, int64_t, int64_t, int64_t, float, int64_t, float, int64_t*,
-                          float*, float*, int);
 
 struct MoeWeights {
   const uint16_t *gate, *up, *down;  // up [E + 1][panels(2 I)][D][16] holds w1 then w3 of each expert, down
@@ -19,8 +17,8 @@ extern "C" void moe_f32(const MoeWeights* w, const float* x, const float* row_bi
   int64_t D = w->D, E = w->E, I = w->I, pairs = N * w->topk, all = pairs + N;
   std::vector<float> logits(N * E);
   product(x, D, N, w->gate, E, D, logits.data(), E, scratch<0>(D * PANEL));
-  route_f32(logits.data(), row_bias ? row_bias : w->bias, row_bias ? E : 0, N, E, w->topk, w->scale, w->normalize,
-            w->temperature, ids, weights, scores, threads);
+  route(logits.data(), row_bias ? row_bias : w->bias, row_bias ? E : 0, N, E, w->topk, w->scale, w->normalize,
+            w->temperature, ids, weights, scores);
 
   std::vector<int64_t> start(E + 2, 0), token(all);
   std::vector<float> weight(all);
