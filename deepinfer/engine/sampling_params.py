@@ -1,7 +1,7 @@
 """What a caller may ask of the sampler, checked once, when the object is made."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ MAX_LOGPROBS = 1000  # per token; a reply of 4,096 tokens with 1,000 alternative
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 100.0  # the range of the OpenAI protocol; -inf forbids an id outright
 SEED_LIMIT = 1 << 64
+INTEGER_LIMIT = 1 << 31  # of whole numbers without another bound: they must fit the engine's int32 tables
 
 _NOT_BUILT = {
     "json_schema": "structured output is not built yet; leave it None and check the text yourself",
@@ -47,9 +48,9 @@ class SamplingParams:
     """Longest output in tokens; None = to the end of the context."""
     min_tokens: int = 0
     """No end token, stop token or stop string may end the output before this many tokens."""
-    stop: str | Iterable[str] = ()
+    stop: str | Collection[str] = ()
     """Strings that end the output; matched on the text, across token borders."""
-    stop_token_ids: Iterable[int] = ()
+    stop_token_ids: Collection[int] = ()
     """Token ids that end the output."""
     include_stop_str_in_output: bool = False
     """Leave the stop string (or the stop token's text) at the end of the text."""
@@ -69,6 +70,9 @@ class SamplingParams:
     """Lower runs first; equal priorities run in order of arrival."""
     deadline: float | None = None
     """Seconds from submission after which the request ends with what it has and reason "deadline"."""
+    ttft_deadline: float | None = None
+    """Seconds from submission by which the first token must come: a request that still waits and cannot make it is
+    dropped with reason "deadline" and costs nothing. Once its computation has begun it runs on."""
     json_schema: Any = None
     regex: str | None = None
     ebnf: str | None = None
@@ -131,6 +135,8 @@ def _check(p: SamplingParams) -> None:
     for text in p.stop:
         if not isinstance(text, str) or not text:
             raise InvalidRequestError("stop", f"every stop string must be a text of at least 1 character, got {text!r}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InvalidRequestError("stop", f"{text!r} holds a lone surrogate, which no output can contain")
     for token in p.stop_token_ids:
         _integer("stop_token_ids", token, 0, None, "token ids >= 0")
     for token, bias in p.logit_bias.items():
@@ -143,9 +149,10 @@ def _check(p: SamplingParams) -> None:
         _integer("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS)
     if p.seq_seed is not None:
         _integer("seq_seed", p.seq_seed, 0, SEED_LIMIT - 1)
-    _integer("priority", p.priority, None, None)
-    if p.deadline is not None:
-        _number("deadline", p.deadline, 0, math.inf, low_open=True)
+    _integer("priority", p.priority, -INTEGER_LIMIT, INTEGER_LIMIT - 1)
+    for name in ("deadline", "ttft_deadline"):
+        if getattr(p, name) is not None:
+            _number(name, getattr(p, name), 0, 1e9, low_open=True)
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
         if not isinstance(getattr(p, name), bool):
             raise InvalidRequestError(name, f"must be True or False, got {getattr(p, name)!r}")
@@ -162,8 +169,10 @@ def _tuple(name: str, value: Any) -> tuple:
 def _integer(name: str, value: Any, low: int | None, high: int | None, accepted: str | None = None) -> None:
     # bool is an int to Python, and never what a caller means by a count
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and (low is None or value >= low) and (high is None or value <= high):
+    if whole and (low is None or value >= low) and value <= (INTEGER_LIMIT - 1 if high is None else high):
         return
+    if whole and high is None and value >= INTEGER_LIMIT:
+        raise InvalidRequestError(name, f"must be below {INTEGER_LIMIT}, got {value!r}")
     if accepted is None:
         low_text = "" if low is None else f" >= {low}"
         accepted = "a whole number" + (low_text if high is None else f" from {low} to {high}")
@@ -171,7 +180,7 @@ def _integer(name: str, value: Any, low: int | None, high: int | None, accepted:
 
 
 def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     if finite and (value > low if low_open else value >= low) and value <= high:
         return
     above = f"> {low:g}" if low_open else f">= {low:g}"

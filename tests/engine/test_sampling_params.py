@@ -20,7 +20,9 @@ WRONG = [
     ("logit_bias", {-1: 0.0}), ("logit_bias", {1: math.nan}), ("logit_bias", {1: 101}), ("logit_bias", [1]),
     ("logprobs", -1), ("logprobs", 1001), ("prompt_logprobs", -1),
     ("seq_seed", -1), ("seq_seed", 1 << 64), ("seq_seed", 0.5), ("priority", 0.5),
-    ("deadline", 0), ("deadline", math.inf), ("ignore_eos", 1), ("skip_special_tokens", "no"),
+    ("priority", 1 << 40), ("max_tokens", 10**30), ("stop_token_ids", [1 << 31]), ("stop", "a\ud800"),
+    ("deadline", 0), ("deadline", math.inf), ("deadline", 10**400), ("ttft_deadline", 0), ("ttft_deadline", "soon"),
+    ("ignore_eos", 1), ("skip_special_tokens", "no"),
     ("json_schema", {}), ("regex", "a*"), ("ebnf", "root ::= x"),
 ]  # fmt: skip
 
