@@ -30,7 +30,7 @@ class SequenceEvent(NamedTuple):
     """Something about a sequence that is no token. kind "admitted": it got a slot, for the first time or again."""
 
     number: int
-    index: int
+    completion: int  # its index
     kind: str  # "admitted" or "preempted"
     cached_tokens: int = 0  # prompt tokens that the prefix cache spared
     replay_tokens: int = 0  # of a hit, computed again to fill the windows
@@ -45,7 +45,7 @@ class PromptScores(NamedTuple):
 
 
 class StepOutput(msgspec.Struct, kw_only=True, eq=False):
-    """One row per token or end, in the order that they came; several rows of one sequence stand in order of position."""
+    """One row per token or end, in the order that they came; rows of one sequence stand in order of position."""
 
     numbers: np.ndarray
     """int64 [n], of the requests."""
