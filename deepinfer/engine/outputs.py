@@ -35,6 +35,10 @@ class RequestMetrics:
     """Submission to first token."""
     tbt: float | None = None
     """Mean time between tokens after the first, over all completions of the request."""
+    replay_tokens: int = 0
+    """Tokens that were in the prefix cache and were computed again to fill the windows."""
+    preemptions: int = 0
+    """How often a completion gave its blocks up and continued later."""
 
 
 @dataclass(slots=True)
@@ -48,8 +52,10 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, float] | None] | None = None
     """With SamplingParams.prompt_logprobs: one entry per prompt token, None for the first (nothing predicts it)."""
     cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache; 0 until it exists."""
+    """Prompt tokens that the prefix cache spared: neither computed nor replayed."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: str | None = None
+    """What went wrong, if processing the request's own output raised (finish_reason "error")."""
 
     @property
     def prompt_len(self) -> int:
@@ -69,3 +75,16 @@ class SequenceDelta:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    token_logprobs: list[float] = field(default_factory=list)
+    """As in CompletionOutput, of these tokens."""
+    logprobs: list[dict[int, float]] | None = None
+    """As in CompletionOutput, of these tokens."""
+
+    def extend(self, later: "SequenceDelta") -> None:
+        """Adds what came right after it."""
+        self.text += later.text
+        self.token_ids = self.token_ids + later.token_ids
+        self.finish_reason = later.finish_reason
+        self.token_logprobs = self.token_logprobs + later.token_logprobs
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs

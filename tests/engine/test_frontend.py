@@ -1,0 +1,214 @@
+"""What a caller reads of a request, whatever the engine core says and however late it says it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer.engine.frontend import OutputProcessor
+from deepinfer.engine.messages import EngineRequest
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, PromptScores, SequenceEvent, StepOutput
+from deepinfer.engine.stop import FinishReason
+
+
+class Spelling:
+    """A text stream in which an id is its character; '!' breaks it, as a damaged tokenizer would."""
+
+    def push(self, token_id: int) -> str:
+        if chr(token_id) == "!":
+            raise KeyError("no such piece")
+        return chr(token_id)
+
+    def finish(self) -> str:
+        return ""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def processor(clock: Clock | None = None) -> OutputProcessor:
+    return OutputProcessor(lambda skip: Spelling(), clock or Clock())
+
+
+def submit(front: OutputProcessor, number: int, prompt: str = "ab", **params) -> None:
+    own = SamplingParams(**params)
+    ids = np.array([ord(c) for c in prompt], np.int32)
+    front.add(
+        EngineRequest(
+            number=number, request_id=f"r{number}", prompt_token_ids=ids, params=own, max_tokens=own.max_tokens or 99
+        ),
+        prompt=prompt,
+    )
+
+
+def said(*rows: tuple, events=(), scores=(), top=None) -> StepOutput:
+    """rows: (number, index, character or None, reason or None)."""
+    return StepOutput(
+        numbers=np.array([row[0] for row in rows], np.int64),
+        indices=np.array([row[1] for row in rows], np.int32),
+        token_ids=np.array([NO_TOKEN if row[2] is None else ord(row[2]) for row in rows], np.int64),
+        logprobs=np.array([-0.5 for _ in rows], np.float32),
+        finish=np.array([FINISH_CODE[row[3]] if row[3] else 0 for row in rows], np.int8),
+        top=top,
+        events=list(events),
+        prompt_scores=list(scores),
+    )
+
+
+def test_a_stop_string_ends_the_sequence_here_and_asks_the_core_to_stop_it() -> None:
+    front = processor()
+    submit(front, 1, stop="xy")
+    shown, asked = "", []
+    for character in "12xy34":  # the core is some steps ahead and does not know
+        deltas, aborts = front.process(said((1, 0, character, None)))
+        shown += "".join(delta.text for delta in deltas)
+        asked += aborts
+    output = front.pop_output("r1").outputs[0]
+    assert shown == output.text == "12"
+    assert asked == [(1, 0)]
+    assert output.token_id == [ord(c) for c in "12xy"]
+    assert (output.finish_reason, output.stop_reason) == ("stop", "xy")
+
+
+def test_a_stop_string_that_the_last_token_completes_wins_over_the_length() -> None:
+    front = processor()
+    submit(front, 1, stop="2", max_tokens=2)
+    deltas, aborts = front.process(said((1, 0, "1", None), (1, 0, "2", FinishReason.LENGTH)))
+    assert deltas[0].finish_reason == "stop"
+    assert aborts == []  # the core ended it itself
+    assert not front.has_unfinished
+
+
+def test_a_stop_token_leaves_no_text_and_a_stop_string_in_it_does_not_count() -> None:
+    front = processor()
+    submit(front, 1, stop="b", stop_token_ids=[ord("b")])
+    front.process(said((1, 0, "a", None), (1, 0, "b", FinishReason.STOP)))
+    output = front.pop_output("r1").outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", ord("b"))
+
+
+def test_held_back_text_comes_out_when_something_else_ends_the_sequence() -> None:
+    for reason in (FinishReason.LENGTH, FinishReason.DEADLINE):
+        front = processor()
+        submit(front, 1, stop="123")
+        front.process(said((1, 0, "1", None)))
+        deltas, _ = front.process(said((1, 0, "2" if reason is FinishReason.LENGTH else None, reason)))
+        assert deltas[0].text == ("12" if reason is FinishReason.LENGTH else "1")
+        assert front.pop_output("r1").outputs[0].finish_reason == str(reason)
+
+
+def test_an_error_in_one_requests_text_ends_that_request_alone(caplog) -> None:
+    front = processor()
+    submit(front, 1, n=2)
+    submit(front, 2)
+    deltas, aborts = front.process(
+        said((1, 0, "a", None), (2, 0, "b", None), (1, 1, "!", None), (1, 0, "c", None), (2, 0, "d", None))
+    )
+    assert aborts == [(1, None)]
+    assert {(d.request_id, d.index): (d.text, d.finish_reason) for d in deltas} == {
+        ("r1", 0): ("a", "error"),
+        ("r1", 1): ("", "error"),
+        ("r2", 0): ("bd", None),
+    }
+    output = front.pop_output("r1")
+    assert output.error == "KeyError: 'no such piece'" and output.outputs[0].text == "a"
+    assert "r1" in caplog.text and "no such piece" in caplog.text
+    assert front.unfinished() == ["r2"]
+    front.process(said((2, 0, "e", FinishReason.LENGTH)))
+    assert front.pop_output("r2").outputs[0].text == "bde"
+
+
+class Unfinishable(Spelling):
+    def finish(self) -> str:
+        raise RuntimeError("half a character")
+
+
+def test_an_error_while_an_aborted_request_is_closed_leaves_nothing_behind() -> None:
+    front = OutputProcessor(lambda skip: Unfinishable(), Clock())
+    submit(front, 1, n=2)
+    assert [delta.finish_reason for delta in front.end("r1", FinishReason.ABORT)] == ["error", "error"]
+    assert not front.has_unfinished and front.pop_output("r1").error == "RuntimeError: half a character"
+
+
+def test_what_the_core_says_of_strangers_is_passed_over() -> None:
+    front = processor()
+    submit(front, 1)
+    assert front.end("r1", FinishReason.ABORT)[0].finish_reason == "abort"
+    late = said((1, 0, "x", None), (9, 3, "y", None), events=[SequenceEvent(9, 0, "admitted")],
+                scores=[PromptScores(9, [{}])])  # fmt: skip
+    assert front.process(late) == ([], [])
+    assert front.pop_output("r1").outputs[0].token_id == []
+
+
+def test_several_tokens_of_a_step_make_one_delta() -> None:
+    front = processor()
+    submit(front, 1, logprobs=1)
+    (delta,), _ = front.process(
+        said((1, 0, "a", None), (1, 0, "b", None), (1, 0, "c", FinishReason.LENGTH), top=[{97: -1.0}, {98: -2.0}, {}])
+    )
+    assert (delta.text, delta.token_ids, delta.finish_reason) == ("abc", [97, 98, 99], "length")
+    assert delta.logprobs == [{97: -1.0}, {98: -2.0}, {}] == front.pop_output("r1").outputs[0].logprobs
+    assert delta.token_logprobs == [-0.5] * 3
+
+
+def test_times_and_counts_are_those_of_the_caller() -> None:
+    clock = Clock()
+    front = processor(clock)
+    clock.now = 10.0
+    submit(front, 1, prompt_logprobs=0)
+    clock.now = 12.0
+    front.process(said((1, 0, "a", None), events=[SequenceEvent(1, 0, "admitted", 256, 128, 1.5)],
+                       scores=[PromptScores(1, [{98: -3.0}])]))  # fmt: skip
+    clock.now = 13.0
+    front.process(said((1, 0, "b", None), events=[SequenceEvent(1, 0, "preempted")]))
+    clock.now = 16.0
+    front.process(said((1, 0, "c", FinishReason.LENGTH), events=[SequenceEvent(1, 0, "admitted", 128, 16, 9.0)]))
+    output = front.pop_output("r1")
+    metrics = output.metrics
+    assert (metrics.queue, metrics.ttft, metrics.tbt) == (1.5, 2.0, 2.0)
+    assert (output.cached_tokens, metrics.replay_tokens, metrics.preemptions) == (256, 144, 1)
+    assert output.prompt_logprobs == [None, {98: -3.0}]
+    with pytest.raises(KeyError):
+        front.pop_output("r1")
+
+
+def test_an_id_in_use_is_refused_until_its_output_is_taken() -> None:
+    front = processor()
+    submit(front, 1)
+    with pytest.raises(ValueError, match="already in use"):
+        submit(front, 1)
+    front.process(said((1, 0, "a", FinishReason.LENGTH)))
+    with pytest.raises(ValueError, match="already in use"):
+        submit(front, 1)
+    front.forget("r1")
+    submit(front, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text("ab", max_size=12),
+    stop=st.text("ab", min_size=1, max_size=3),
+    cuts=st.lists(st.integers(1, 4), max_size=12),
+)
+def test_steps_of_any_size_give_the_same_text(text: str, stop: str, cuts: list[int]) -> None:
+    """Drafting brings several tokens in a step, and the overlapped loop tokens after the end."""
+    front = processor()
+    submit(front, 1, stop=stop)
+    shown, at = "", 0
+    for size in [*cuts, *[1] * len(text)]:
+        deltas, _ = front.process(said(*((1, 0, character, None) for character in text[at : at + size])))
+        shown += "".join(delta.text for delta in deltas)
+        at += size
+    shown += "".join(delta.text for delta in front.end("r1", FinishReason.ABORT))
+    before, found, _ = text.partition(stop)
+    output = front.pop_output("r1").outputs[0]
+    assert shown == output.text == before
+    assert output.finish_reason == ("stop" if found else "abort")
+    assert len(output.token_id) == len(before + found)
