@@ -1,0 +1,7 @@
+"""What the engine counts, the line it logs, and how both reach Prometheus. A leaf: imports nothing of ours."""
+
+from deepinfer.metrics.log_line import LogLine
+from deepinfer.metrics.prometheus import EngineMetrics
+from deepinfer.metrics.stats import EngineStats, RequestStats, StepStats
+
+__all__ = ["EngineMetrics", "EngineStats", "LogLine", "RequestStats", "StepStats"]
