@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from deepinfer.cache.blocks import BLOCK_TOKENS, NULL_BLOCK, BlockPool, CacheFullError, blocks_for
+from deepinfer.cache.blocks import BLOCK_TOKENS, NULL_BLOCK, BlockPool, CacheFullError, blocks_for, live_caches
 from deepinfer.cache.records import OpenRows, PagedRecords, WindowRings, lookback
 from deepinfer.cache.step import StepView
 from deepinfer.model.batch import Batch
@@ -15,8 +15,6 @@ from deepinfer.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from deepinfer.model.backbone import DeepseekV41
-
-live_caches: weakref.WeakSet[Cache] = weakref.WeakSet()  # for integrity checks after a test
 
 
 class Cache:
@@ -102,7 +100,7 @@ class Cache:
             raise ValueError(
                 f"{num_tokens} tokens are more than a sequence can have, {self.tables.shape[1] * BLOCK_TOKENS}"
             )
-        new = self.pool.take(missing)
+        new = self.pool.take(missing).tolist()
         self.tables[slot, len(table) : len(table) + missing] = torch.tensor(new, device=self.tables.device)
         table.extend(new)
 
@@ -112,8 +110,8 @@ class Cache:
         full = length // BLOCK_TOKENS
         if not self._free_slots:
             raise CacheFullError(f"all {self.max_num_seqs} sequence slots are in use")
-        own = self.pool.take(blocks_for(length) - full)
-        self.pool.share(table[:full])
+        own = self.pool.take(blocks_for(length) - full).tolist()
+        self.pool.share(np.array(table[:full], np.int64))
         child = self.open()
         self._blocks[child] = table[:full] + own
         self.tables[child, : full + len(own)] = torch.tensor(
@@ -130,7 +128,7 @@ class Cache:
 
     def close(self, slot: int) -> None:
         """Give a sequence's blocks and slot back. ValueError for a slot that is not open."""
-        self.pool.release(self._table(slot))
+        self.pool.release(np.array(self._table(slot), np.int64))
         del self._blocks[slot]
         self._free_slots.append(slot)
 
@@ -159,7 +157,7 @@ class Cache:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free + used = total for blocks and slots and every table is valid."""
-        self.pool.check_integrity(list(self._blocks.values()))
+        self.pool.check_integrity(np.array([b for table in self._blocks.values() for b in table], np.int64))
         if sorted(self._free_slots + list(self._blocks)) != list(range(self.max_num_seqs)):
             raise RuntimeError("a slot is lost, or free and open at once")
         for slot, table in self._blocks.items():

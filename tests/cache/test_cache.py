@@ -89,10 +89,10 @@ def test_a_broken_reference_count_is_found():
     cache = make()
     slot = cache.open()
     cache.reserve(slot, 1)
-    cache.pool._references[5] += 1
+    cache.pool.references[5] += 1
     with pytest.raises(RuntimeError, match=r"blocks \[5\]"):
         cache.check_integrity()
-    cache.pool._references[5] -= 1
+    cache.pool.references[5] -= 1
     cache.close(slot)
 
 

@@ -1,0 +1,467 @@
+"""The host's side of the cache: who owns which slot and blocks, what is shared, what is kept for later prompts.
+
+No tensors here. Decisions take effect at once in these books, and reach the device as edits, in order, with the next
+step (edits.py says why that is enough). `check_integrity` proves the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deepinfer.cache.blocks import BLOCK_TOKENS, NULL_BLOCK, BlockPool, CacheFullError, blocks_for, live_caches
+from deepinfer.cache.edits import (
+    CopyBlock,
+    CopySlot,
+    Edit,
+    ForgetTicket,
+    LoadWindow,
+    Offload,
+    OpenSlot,
+    Restore,
+    SaveWindow,
+    SetLength,
+    SetTable,
+)
+from deepinfer.cache.events import DEVICE, REMOVED, STORED, WINDOW, CacheEvent
+from deepinfer.cache.hashing import HashChain
+from deepinfer.cache.offload import Offloaded, OffloadStore
+from deepinfer.cache.prefix import Announcements, PrefixHit, PrefixIndex, ReplayPolicy
+from deepinfer.cache.windows import WindowIndex
+
+if TYPE_CHECKING:
+    from deepinfer.config import EngineConfig
+    from deepinfer.model.config import ModelConfig
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counters since the start. Tokens unless a name says otherwise."""
+
+    queries: int = 0  # sequences that asked for a prefix
+    query_tokens: int = 0
+    hit_tokens: int = 0  # not computed
+    replay_tokens: int = 0  # computed again for their windows
+    window_hits: int = 0  # sequences that continued from a stored window
+    window_replays: int = 0  # sequences that had to replay
+    windows_saved: int = 0
+    windows_evicted: int = 0
+    blocks_published: int = 0
+    blocks_evicted: int = 0
+    offloads: int = 0
+    restores: int = 0
+
+
+class CacheManager:
+    """Up to `max_num_seqs` sequences in `num_blocks` blocks of 128 tokens, and the prefix cache over them.
+
+    table_width: blocks that one sequence may have. window, num_layers: of the model. prefix_caching: "off", "exact",
+    "bounded" (see ReplayPolicy). window_entries: windows kept in host memory. lookback: tokens before the current one
+    that Engram reads. offload_blocks: host memory for preempted sequences. on_event: told what the prefix cache stores
+    and loses. A slot that is not open is a ValueError everywhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        num_blocks: int,
+        table_width: int,
+        window: int,
+        num_layers: int,
+        prefix_caching: str = "off",
+        window_entries: int = 0,
+        lookback: int = 0,
+        offload_blocks: int = 0,
+        on_event: Callable[[CacheEvent], None] | None = None,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, not {max_num_seqs}")
+        if table_width < 1:
+            raise ValueError(f"table_width must be at least 1, not {table_width}")
+        self.max_num_seqs = max_num_seqs
+        self.table_width = table_width
+        self.capacity = np.zeros(max_num_seqs, np.int64)  # tokens that each slot's blocks hold; read only for others
+        self.stats = CacheStats()
+        self._pool = BlockPool(num_blocks, self._evicted)
+        self._tables = np.zeros((max_num_seqs, table_width), np.int64)  # null blocks; memory is taken as it is used
+        self._num_blocks = [0] * max_num_seqs  # of each table
+        self._published = [0] * max_num_seqs  # blocks of each table that the index has seen
+        self._eras = [0] * max_num_seqs
+        self._era = 0  # what was computed before `clear_prefix_cache` must not enter the index after it
+        self._open: set[int] = set()
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._policy = ReplayPolicy(prefix_caching, window, num_layers)
+        self._index = PrefixIndex()
+        self._announced = Announcements()
+        self._windows = WindowIndex(window_entries if self._policy.enabled else 0)
+        self._offloaded = OffloadStore(offload_blocks)
+        self._lookback = lookback
+        self._on_event = on_event
+        self._edits: list[Edit] = []
+        live_caches.add(self)
+
+    @classmethod
+    def for_model(
+        cls,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        *,
+        offload_blocks: int = 0,
+        on_event: Callable[[CacheEvent], None] | None = None,
+    ) -> CacheManager:
+        """offload_blocks: engine_config.offload_bytes over the size of a block in the chosen format."""
+        return cls(
+            max_num_seqs=engine_config.max_num_seqs,
+            num_blocks=engine_config.num_blocks,
+            table_width=min(blocks_for(engine_config.max_model_len), engine_config.num_blocks),
+            window=model_config.sliding_window,
+            num_layers=model_config.num_hidden_layers,
+            prefix_caching=engine_config.prefix_caching,
+            window_entries=engine_config.window_entries,
+            lookback=max(model_config.engram_max_ngram_size - 1, 0),
+            offload_blocks=offload_blocks,
+            on_event=on_event,
+        )
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """What `reserve` may take: free blocks and cached ones."""
+        return self._pool.num_available
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody uses and a later prompt may hit."""
+        return self._pool.num_cached
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._pool.num_used
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def num_windows(self) -> int:
+        """Windows in host memory."""
+        return len(self._windows)
+
+    @property
+    def num_offloaded(self) -> int:
+        """Sequences in host memory."""
+        return len(self._offloaded)
+
+    @staticmethod
+    def blocks_for(num_tokens: int) -> int:
+        """Blocks that a sequence of this length occupies."""
+        return blocks_for(num_tokens)
+
+    def table(self, slot: int) -> np.ndarray:
+        """The slot's blocks in order, int64 [n]; a view, valid until the next change of the slot."""
+        self._check_open(slot)
+        return self._tables[slot, : self._num_blocks[slot]]
+
+    def take_edits(self) -> list[Edit]:
+        """What the device has to do before the next step, in order; the caller hands it on."""
+        taken, self._edits = self._edits, []
+        return taken
+
+    # -- sequences ------------------------------------------------------------------------------------------------
+
+    def open(self) -> int:
+        """A slot for a new, empty sequence. CacheFullError when all are taken."""
+        slot = self._take_slot()
+        self._edits.append(OpenSlot(slot))
+        return slot
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Blocks for positions below `num_tokens`, evicting cached ones where needed. CacheFullError and no change
+        where too few are free; ValueError when the length is beyond what a table can hold."""
+        self._check_open(slot)
+        have = self._num_blocks[slot]
+        missing = blocks_for(num_tokens) - have
+        if missing <= 0:
+            return
+        if have + missing > self.table_width:
+            raise ValueError(
+                f"{num_tokens} tokens are more than a sequence can have, {self.table_width * BLOCK_TOKENS}"
+            )
+        self._extend_table(slot, self._pool.take(missing))
+
+    def fork(self, slot: int, length: int) -> tuple[int, tuple[Edit, ...]]:
+        """A second sequence with the same first `length` tokens: full blocks are shared, the open one is copied.
+
+        -> its slot and the edits that make it, which must run after the step that computes the last of these tokens and
+        before the edits of the next one; so nothing may be reserved for the new slot before the next step is planned.
+        CacheFullError and no change without a slot or a block.
+        """
+        self._check_open(slot)
+        count, full = blocks_for(length), length // BLOCK_TOKENS
+        if count > self._num_blocks[slot]:
+            raise ValueError(f"slot {slot}: no blocks reserved for {length} tokens")
+        self._check_free_slot()
+        own = self._pool.take(count - full)
+        shared = self._tables[slot, :full]
+        self._pool.share(shared)
+        child = self._take_slot()
+        self._tables[child, :full] = shared
+        self._tables[child, full:count] = own
+        self._set_num_blocks(child, count)
+        self._published[child] = min(self._published[slot], full)
+        self._eras[child] = self._eras[slot]
+        edits: list[Edit] = [OpenSlot(child), SetTable(child, 0, tuple(self._tables[child, :count].tolist()))]
+        edits += [CopyBlock(int(self._tables[slot, full]), block) for block in own.tolist()]
+        edits.append(CopySlot(slot, child))
+        return child, tuple(edits)
+
+    def close(self, slot: int) -> None:
+        """Give a sequence's blocks and slot back; the published ones stay cached until their room is needed."""
+        self._pool.release(self.table(slot))
+        self._announced.withdraw(slot)
+        self._tables[slot, : self._num_blocks[slot]] = NULL_BLOCK
+        self._set_num_blocks(slot, 0)
+        self._open.remove(slot)
+        self._free_slots.append(slot)
+
+    # -- prefix cache ---------------------------------------------------------------------------------------------
+
+    def find(self, chain: HashChain, known: int) -> PrefixHit:
+        """What a sequence of `known` tokens need not compute. Changes nothing; `adopt` takes it."""
+        return self._policy.choose(self._cached_prefix(chain, known), chain.hashes, self._windows.find)
+
+    def first_missing(self, chain: HashChain, known: int) -> bytes | None:
+        """The hash of the first block that the sequence could adopt if it were there; None: they are all there. Where
+        it is being computed (`is_computing`), waiting for it saves computing it twice."""
+        count = len(self._cached_prefix(chain, known))
+        limit = min(self._policy.most_blocks(known), len(chain.hashes))
+        return chain.hashes[count] if count < limit else None
+
+    def adopt(self, slot: int, hit: PrefixHit, token_ids: np.ndarray) -> None:
+        """The slot, just opened, starts with what `find` found a moment ago; nothing happens for a cold hit.
+
+        token_ids: integers [known], all known tokens. RuntimeError if something else came between `find` and this and
+        took a block or the window away.
+        """
+        if len(self.table(slot)):
+            raise ValueError(f"slot {slot} has blocks already and cannot adopt a prefix")
+        blocks = np.array(hit.blocks, np.int64)
+        if not self._pool.hashed[blocks].all():
+            raise RuntimeError("a block of the hit was evicted between find and adopt")
+        self.stats.queries += 1
+        self.stats.query_tokens += len(token_ids)
+        if not hit.length:
+            return
+        if hit.window_entry is not None:
+            self._windows.use(hit.window_entry)
+        self._pool.share(blocks)
+        self._extend_table(slot, blocks)
+        self._published[slot] = len(blocks)
+        start = hit.replay_start
+        last_tokens = token_ids[max(0, start - self._lookback) : start] if self._lookback else ()
+        self._edits.append(SetLength(slot, start, tuple(int(token) for token in last_tokens)))
+        if hit.window_entry is not None:
+            self._edits.append(LoadWindow(hit.window_entry, slot, hit.length))
+        self.stats.hit_tokens += start
+        self.stats.replay_tokens += hit.replay_tokens
+        self.stats.window_hits += hit.window_entry is not None
+        self.stats.window_replays += hit.window_entry is None
+
+    def publish(self, slot: int, chain: HashChain, computed: int) -> None:
+        """The slot's full blocks below `computed` (tokens whose state is settled) can be hit from here on.
+
+        O(new blocks). chain: of the slot's sequence, hashed at least that far where it is to be published.
+        """
+        self._check_open(slot)
+        first, end = self._published[slot], min(computed // BLOCK_TOKENS, len(chain.hashes))
+        if end > self._num_blocks[slot]:
+            raise ValueError(f"slot {slot}: {computed} tokens computed in {self._num_blocks[slot]} blocks")
+        if end <= first or not self._publishes(slot):
+            return
+        blocks = self._tables[slot, first:end]
+        digests = chain.hashes[first:end]
+        parents = [chain.digest(first * BLOCK_TOKENS), *digests[:-1]]
+        new = [
+            self._index.add(block, digest, parent)
+            for block, digest, parent in zip(blocks.tolist(), digests, parents, strict=True)
+        ]
+        self._pool.keep(blocks)
+        self._published[slot] = end
+        self._announced.withdraw(slot, below=end)
+        self.stats.blocks_published += end - first
+        self._tell_stored(digests, parents, new)
+
+    def announce(self, slot: int, chain: HashChain, known: int) -> None:
+        """The slot's prefill is going to publish its full blocks below `known`. `publish` and `close` withdraw."""
+        self._check_open(slot)
+        if self._publishes(slot):
+            end = min(known // BLOCK_TOKENS, len(chain.hashes))
+            self._announced.announce(slot, chain.hashes, self._published[slot], end)
+
+    def is_computing(self, digest: bytes) -> bool:
+        """Whether some open slot has announced a block with this hash and not published it yet."""
+        return digest in self._announced
+
+    def save_window(self, slot: int, chain: HashChain, boundary: int) -> bool:
+        """Keep the window before `boundary`, a multiple of 128 that the slot's replica holds, in host memory -> whether
+        it has to be copied: not if it is there already, or if nothing is kept at all."""
+        self._check_open(slot)
+        if boundary < 1 or boundary % BLOCK_TOKENS or boundary > len(chain.hashes) * BLOCK_TOKENS:
+            raise ValueError(f"no window can be stored at {boundary}: not a block's end, or not hashed")
+        if not self._windows.num_entries or not self._publishes(slot):
+            return False
+        digest = chain.digest(boundary)
+        known = self._windows.find(digest)
+        if known is not None:
+            self._windows.use(known)
+            return False
+        entry, evicted = self._windows.add(digest)
+        self._edits.append(SaveWindow(slot, boundary, entry))
+        self.stats.windows_saved += 1
+        self.stats.windows_evicted += evicted is not None
+        if evicted is not None:
+            self._tell(REMOVED, (evicted,), None, WINDOW)
+        self._tell(STORED, (digest,), None, WINDOW)
+        return True
+
+    def has_window(self, digest: bytes) -> bool:
+        return digest in self._windows
+
+    def clear_prefix_cache(self) -> None:
+        """Nothing computed so far is found again, not even what running sequences publish later."""
+        self._era += 1
+        blocks = self._index.blocks()
+        self._pool.forget(blocks)
+        lost = self._index.remove(blocks.tolist())
+        if lost:
+            self._tell(REMOVED, lost, None, DEVICE)
+        windows = self._windows.clear()
+        if windows:
+            self._tell(REMOVED, tuple(windows), None, WINDOW)
+        for slot in self._open:
+            self._announced.withdraw(slot)
+            self._published[slot] = 0
+
+    # -- preemption to host memory --------------------------------------------------------------------------------
+
+    def offload(self, slot: int, length: int) -> int | None:
+        """Copy a sequence of `length` written tokens to host memory -> its ticket, or None where there is no room. The
+        caller closes the slot afterwards."""
+        table = self.table(slot)
+        count = blocks_for(length)
+        if count > len(table):
+            raise ValueError(f"slot {slot}: no blocks reserved for {length} tokens")
+        ticket = self._offloaded.add(Offloaded(length, self._eras[slot]))
+        if ticket is not None:
+            self._edits.append(Offload(ticket, slot, tuple(table[:count].tolist())))
+            self.stats.offloads += 1
+        return ticket
+
+    def restore(self, ticket: int, slot: int) -> int:
+        """The sequence of a ticket goes on in this slot, whose blocks were reserved -> its length. The ticket is
+        gone."""
+        table = self.table(slot)
+        sequence = self._offloaded.get(ticket)
+        blocks = table[: blocks_for(sequence.length)]
+        if len(blocks) < blocks_for(sequence.length):
+            raise ValueError(f"slot {slot}: no blocks reserved for the {sequence.length} tokens of ticket {ticket}")
+        if self._pool.hashed[blocks].any() or (self._pool.references[blocks] != 1).any():
+            raise ValueError(f"slot {slot} shares blocks, which a restored sequence would overwrite")
+        self._offloaded.remove(ticket)
+        self._eras[slot] = sequence.era
+        self._edits.append(Restore(ticket, slot, tuple(blocks.tolist())))
+        self.stats.restores += 1
+        return sequence.length
+
+    def forget(self, ticket: int) -> None:
+        """The sequence of a ticket ended. ValueError for a ticket that is gone."""
+        self._offloaded.remove(ticket)
+        self._edits.append(ForgetTicket(ticket))
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _check_open(self, slot: int) -> None:
+        if slot not in self._open:
+            raise ValueError(f"slot {slot} is not open")
+
+    def _check_free_slot(self) -> None:
+        if not self._free_slots:
+            raise CacheFullError(f"all {self.max_num_seqs} sequence slots are in use")
+
+    def _take_slot(self) -> int:
+        self._check_free_slot()
+        slot = self._free_slots.pop()
+        self._open.add(slot)
+        self._published[slot] = 0
+        self._eras[slot] = self._era
+        return slot
+
+    def _extend_table(self, slot: int, blocks: np.ndarray) -> None:
+        first = self._num_blocks[slot]
+        self._tables[slot, first : first + len(blocks)] = blocks
+        self._set_num_blocks(slot, first + len(blocks))
+        self._edits.append(SetTable(slot, first, tuple(blocks.tolist())))
+
+    def _set_num_blocks(self, slot: int, count: int) -> None:
+        self._num_blocks[slot] = count
+        self.capacity[slot] = count * BLOCK_TOKENS
+
+    def _publishes(self, slot: int) -> bool:
+        return self._policy.enabled and self._eras[slot] == self._era
+
+    def _cached_prefix(self, chain: HashChain, known: int) -> list[int]:
+        return self._index.longest(chain.hashes, self._policy.most_blocks(known), self._pool.references)
+
+    def _evicted(self, blocks: np.ndarray) -> None:
+        lost = self._index.remove(blocks.tolist())
+        self.stats.blocks_evicted += len(blocks)
+        if lost:
+            self._tell(REMOVED, lost, None, DEVICE)
+
+    def _tell(self, kind: str, hashes: tuple[bytes, ...], parent: bytes | None, tier: str) -> None:
+        if self._on_event is not None:
+            self._on_event(CacheEvent(kind, hashes, parent, tier))
+
+    def _tell_stored(self, digests: list[bytes], parents: list[bytes], new: list[bool]) -> None:
+        """One event per run of new contents that follow each other."""
+        if self._on_event is None:
+            return
+        start = 0
+        while start < len(new):
+            end = start
+            while end < len(new) and new[end]:
+                end += 1
+            if end > start:
+                self._tell(STORED, tuple(digests[start:end]), parents[start], DEVICE)
+            start = end + 1
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless free + used + cached = total for blocks, slots, windows and tickets, every count
+        equals the tables, and every known hash continues the one before it."""
+        if sorted([*self._free_slots, *self._open]) != list(range(self.max_num_seqs)):
+            raise RuntimeError("a slot is lost, or free and open at once")
+        width = np.arange(self.table_width)
+        if ((self._tables != NULL_BLOCK) != (width < np.array(self._num_blocks)[:, None])).any():
+            raise RuntimeError("a table names the null block, or a block behind its end")
+        if (self.capacity != np.array(self._num_blocks) * BLOCK_TOKENS).any():
+            raise RuntimeError("capacities differ from the tables")
+        if any(self._num_blocks[slot] for slot in self._free_slots):
+            raise RuntimeError("a free slot has blocks")
+        tables = [self.table(slot) for slot in sorted(self._open)]
+        self._pool.check_integrity(np.concatenate([*tables, np.empty(0, np.int64)]))
+        self._index.check_integrity(self._pool.hashed, tables)
+        for slot in self._open:
+            if not self._pool.hashed[self._tables[slot, : self._published[slot]]].all():
+                raise RuntimeError(f"slot {slot}: {self._published[slot]} blocks published, but not all are known")
+        self._announced.check_integrity(self._open)
+        self._windows.check_integrity()
+        self._offloaded.check_integrity()
