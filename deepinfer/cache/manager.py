@@ -84,6 +84,7 @@ class CacheManager:
             raise ValueError(f"table_width must be at least 1, not {table_width}")
         self.max_num_seqs = max_num_seqs
         self.table_width = table_width
+        self.window = window
         self.capacity = np.zeros(max_num_seqs, np.int64)  # tokens that each slot's blocks hold; read only for others
         self.stats = CacheStats()
         self._pool = BlockPool(num_blocks, self._evicted)
@@ -176,6 +177,17 @@ class CacheManager:
         taken, self._edits = self._edits, []
         return taken
 
+    @property
+    def replay_tokens(self) -> int:
+        """Tokens that a hit without a stored window computes again."""
+        return self._policy.replay_tokens
+
+    def fits(self, hit: PrefixHit, num_tokens: int, spare: int = 0) -> bool:
+        """Whether a new sequence that adopts `hit` can have blocks for `num_tokens` tokens and leave `spare` blocks."""
+        blocks = np.array(hit.blocks, np.int64)
+        idle = int((self._pool.references[blocks] == 0).sum())  # cached ones: counted as free until they are adopted
+        return self.num_free_blocks - idle - (blocks_for(num_tokens) - len(blocks)) >= spare
+
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def open(self) -> int:
@@ -267,8 +279,7 @@ class CacheManager:
         self._extend_table(slot, blocks)
         self._published[slot] = len(blocks)
         start = hit.replay_start
-        last_tokens = token_ids[max(0, start - self._lookback) : start] if self._lookback else ()
-        self._edits.append(SetLength(slot, start, tuple(int(token) for token in last_tokens)))
+        self._set_length(slot, start, token_ids)
         if hit.window_entry is not None:
             self._edits.append(LoadWindow(hit.window_entry, slot, hit.length))
         self.stats.hit_tokens += start
@@ -366,9 +377,12 @@ class CacheManager:
             self.stats.offloads += 1
         return ticket
 
-    def restore(self, ticket: int, slot: int) -> int:
-        """The sequence of a ticket goes on in this slot, whose blocks were reserved -> its length. The ticket is
-        gone."""
+    def restore(self, ticket: int, slot: int, token_ids: np.ndarray) -> int:
+        """The sequence of a ticket goes on in this slot, whose blocks were reserved -> its length. The ticket is gone.
+
+        token_ids: integers [known], all known tokens. The length is set again: a step in flight may have written beyond
+        it before the sequence was copied.
+        """
         table = self.table(slot)
         sequence = self._offloaded.get(ticket)
         blocks = table[: blocks_for(sequence.length)]
@@ -379,6 +393,7 @@ class CacheManager:
         self._offloaded.remove(ticket)
         self._eras[slot] = sequence.era
         self._edits.append(Restore(ticket, slot, tuple(blocks.tolist())))
+        self._set_length(slot, sequence.length, token_ids)
         self.stats.restores += 1
         return sequence.length
 
@@ -388,6 +403,10 @@ class CacheManager:
         self._edits.append(ForgetTicket(ticket))
 
     # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _set_length(self, slot: int, length: int, token_ids: np.ndarray) -> None:
+        last = token_ids[max(0, length - self._lookback) : length] if self._lookback else ()
+        self._edits.append(SetLength(slot, length, tuple(int(token) for token in last)))
 
     def _check_open(self, slot: int) -> None:
         if slot not in self._open:
