@@ -4,16 +4,142 @@ Order (spec/dspark.md section 10): float32 copy, logit bias, penalties, min_toke
 top-p, draw. Temperature 0 takes the argmax of the processed logits, ties to the lowest id.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepinfer.engine.penalties import TokenHistory, apply_logit_bias, apply_penalties, forbid
+from deepinfer.engine.penalties import (
+    TokenHistory,
+    add_biases,
+    apply_logit_bias,
+    apply_penalties,
+    ban,
+    forbid,
+    penalise,
+)
 from deepinfer.engine.random_streams import gumbel, split_seeds
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.sampling_state import BIASED, CHANGED, DRAWN, LISTED, MASKED, PENALISED, TRUNCATED, SamplingState
 from deepinfer.engine.truncation import ranked, truncate
+from deepinfer.kernels.argmax import argmax
+
+Whole = npt.NDArray[np.int64]
+
+
+class Chosen(NamedTuple):
+    """One token per row, on the device of the logits."""
+
+    token_ids: Tensor  # int64 [rows]
+    logprobs: Tensor  # float32 [rows], natural log, from the raw logits
+    valid: Tensor  # bool [rows]; False: no finite largest logit (NaN, or everything banned), the token means nothing
+
+
+def choose(logits: Tensor, slots: Whole, positions: Whole, state: SamplingState) -> Chosen:
+    """Draws one token per row. logits float32 [rows, vocab], raw, not changed; slots [rows]: whose parameters hold;
+    positions [rows]: of the last known token, the one before the token that is drawn.
+
+    A row's token depends on its own logits, parameters, history, seed and position alone.
+    """
+    flags = state.flags[slots]
+    z = _changed(logits, slots, positions, state)
+    token_ids = argmax(z)  # the first of equal values: the lowest id
+    best = z.gather(-1, token_ids[:, None])  # NaN wins an argmax, so a NaN anywhere in the row shows here
+    valid = torch.isfinite(best)
+    drawn, cut = flags & DRAWN != 0, flags & TRUNCATED != 0
+    for rows in (np.flatnonzero(drawn & ~cut), np.flatnonzero(cut)):
+        if rows.size:
+            at = state.place(rows)
+            own = (z, best, valid) if rows.size == len(z) else (z[at], best[at], valid[at])
+            token_ids[at] = _draw(*own, slots[rows], positions[rows], state, truncated=bool(cut[rows[0]]))
+    picked = logits.gather(-1, token_ids[:, None])[:, 0]
+    return Chosen(token_ids, picked - torch.logsumexp(logits, dim=-1), valid[:, 0])
+
+
+def _changed(logits: Tensor, slots: Whole, positions: Whole, state: SamplingState) -> Tensor:
+    """Logits after bias, penalties and masks; the input itself when no row asks for any."""
+    flags = state.flags[slots]
+    biased, penalised = np.flatnonzero(flags & BIASED), np.flatnonzero(flags & PENALISED)
+    masked = np.flatnonzero((flags & MASKED != 0) & (positions + 1 < state.may_end[slots]))
+    if not (flags & CHANGED).any() or not (biased.size or penalised.size or masked.size):
+        return logits
+    z = logits.clone()
+    if biased.size:
+        add_biases(z, state.place(biased), state.biases(slots[biased].tolist()))
+    if penalised.size:
+        own = state.place(slots[penalised])
+        penalties = (state.repetition[own], state.frequency[own], state.presence[own])
+        penalise(z, state.place(penalised), state.histories.gather(slots[penalised]), *penalties)
+    if masked.size:
+        ban(z, state.place(masked), state.forbidden(slots[masked].tolist()))
+    return z
+
+
+def _draw(
+    z: Tensor, best: Tensor, valid: Tensor, slots: Whole, positions: Whole, state: SamplingState, *, truncated: bool
+) -> Tensor:
+    """argmax(z / T + Gumbel noise) of rows that all truncate or all do not, int64 [rows].
+
+    z float32 [rows, vocab]; best, valid [rows, 1]: the largest of each row and whether it is a number.
+    """
+    own = state.place(slots)
+    # Measured from the row's best logit, so that a tiny temperature cannot overflow it.
+    tempered = (z - best).div_(state.temperature[own][:, None])
+    tempered.masked_fill_(~valid, 0)  # a row without a largest logit must not upset the sorting of the others
+    ids = None
+    if truncated:
+        tempered, ids = truncate(tempered, state.min_p[own], state.top_k[own], state.top_p[own])
+    key = (state.seed_low[own], state.seed_high[own])
+    noise = gumbel(key, state.place(positions), ids, tempered.shape[-1])
+    winner = argmax(tempered.double() + noise)
+    return winner if ids is None else ids.gather(-1, winner[:, None])[:, 0]
+
+
+def list_top(
+    logits: Tensor, token_ids: Tensor, slots: Whole, state: SamplingState
+) -> list[dict[int, float] | None] | None:
+    """The most likely tokens and the chosen one, from the raw logits, for the rows that asked; None if none did.
+
+    Arguments as those and the result of `choose`.
+    """
+    asked = np.flatnonzero(state.flags[slots] & LISTED)
+    if not asked.size:
+        return None
+    at = state.place(asked)
+    entries = top_logprobs(logits[at], token_ids[at], state.num_listed[slots[asked]].tolist())
+    top: list[dict[int, float] | None] = [None] * len(slots)
+    for row, entry in zip(asked.tolist(), entries, strict=True):
+        top[row] = entry
+    return top
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[dict[int, float]]:
+    """Per row: {id: natural-log probability} of the counts[row] most likely ids, best first, and of tokens[row].
+
+    logits: float32 [rows, vocab], raw; tokens: int64 [rows]. Ties go to the lower id.
+    """
+    whole = torch.logsumexp(logits, dim=-1, keepdim=True)
+    own = (logits.gather(-1, tokens[:, None]) - whole)[:, 0].tolist()
+    widest = max(counts)
+    if widest:
+        values, ids = ranked(logits, widest)
+        listed = list(zip(ids.tolist(), (values - whole).tolist(), strict=True))
+    else:
+        listed = [([], [])] * len(counts)
+    out = []
+    for (row_ids, row_values), token, value, count in zip(listed, tokens.tolist(), own, counts, strict=True):
+        entry = dict(zip(row_ids[:count], row_values[:count], strict=True))
+        entry.setdefault(token, value)
+        out.append(entry)
+    return out
+
+
+# -- for engine/loop.py, until it goes
 
 
 @dataclass(slots=True)
@@ -54,7 +180,7 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Sampled:
     chosen = torch.argmax(z, dim=-1)  # first of equal values: the lowest id
     best = z.gather(-1, chosen[:, None])[:, 0]  # NaN wins an argmax, so a NaN anywhere in the row shows here
     valid = torch.isfinite(best)
-    _draw(z, rows, valid.tolist(), chosen)
+    _old_draw(z, rows, valid.tolist(), chosen)
     return Sampled(
         chosen.tolist(), _chosen_logprobs(logits, chosen), _top_logprobs(logits, chosen, rows), valid.tolist()
     )
@@ -77,7 +203,7 @@ def _processed(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     return z
 
 
-def _draw(z: Tensor, rows: list[SampleRow], valid: list[bool], chosen: Tensor) -> None:
+def _old_draw(z: Tensor, rows: list[SampleRow], valid: list[bool], chosen: Tensor) -> None:
     """Replaces `chosen` (int64 [rows], the argmax) in the rows that sample: argmax(z / T + Gumbel noise)."""
     drawing = [i for i, row in enumerate(rows) if valid[i] and not row.params.greedy]
     whole = [i for i in drawing if not rows[i].params.truncated]
@@ -119,25 +245,4 @@ def _top_logprobs(logits: Tensor, chosen: Tensor, rows: list[SampleRow]) -> list
     at = torch.tensor(asked, device=logits.device)
     for i, entry in zip(asked, top_logprobs(logits[at], chosen[at], [counts[i] or 0 for i in asked]), strict=True):
         out[i] = entry
-    return out
-
-
-def top_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[dict[int, float]]:
-    """Per row: {id: natural-log probability} of the counts[row] most likely ids, best first, and of tokens[row].
-
-    logits: float32 [rows, vocab], raw; tokens: int64 [rows]. Ties go to the lower id.
-    """
-    whole = torch.logsumexp(logits, dim=-1, keepdim=True)
-    own = (logits.gather(-1, tokens[:, None]) - whole)[:, 0].tolist()
-    widest = max(counts)
-    if widest:
-        values, ids = ranked(logits, widest)
-        listed = list(zip(ids.tolist(), (values - whole).tolist(), strict=True))
-    else:
-        listed = [([], [])] * len(counts)
-    out = []
-    for (row_ids, row_values), token, value, count in zip(listed, tokens.tolist(), own, counts, strict=True):
-        entry = dict(zip(row_ids[:count], row_values[:count], strict=True))
-        entry.setdefault(token, value)
-        out.append(entry)
     return out

@@ -1,0 +1,159 @@
+"""A thread that runs steps while the host plans the next: the device's stream, where there is no device.
+
+Plans go in, results come out, both in order. Nobody spins: an empty queue waits in the kernel. The interpreter's lock
+is shared, so the host's Python and the Python around the device's operations take turns; what that costs and what
+`sys.setswitchinterval` does about it is measured below.
+
+GIL_NOTES
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+from deepinfer.engine.plan import StepPlan, StepResult
+from deepinfer.engine.runner import Runner, failed_result
+
+QUEUE_DEPTH = 2  # the step that runs and the one that waits for it (spec/engine.md 5.1)
+_HEARTBEAT = 0.5  # seconds between looks at whether the thread still lives, while a result is awaited
+
+
+class DeviceThreadError(RuntimeError):
+    """The thread is gone; nothing more comes from it."""
+
+
+class StepNotRunError(RuntimeError):
+    """The step was queued behind one that failed, or when the thread was told to close."""
+
+
+class _Order(NamedTuple):
+    plan: StepPlan
+    after_pause: bool
+
+
+class _Worker:
+    """What thread and owner share. Only the thread writes the times."""
+
+    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+        self.orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None: end
+        self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()  # None: the thread has ended
+        self.refuse: str | None = None  # why plans are not run
+        self.death: BaseException | None = None
+        self.busy_seconds = 0.0
+        self.idle_seconds = 0.0
+        self._runner = runner
+        self._clock = clock
+        self._last_end: float | None = None
+
+    def serve(self) -> None:
+        try:
+            while (order := self.orders.get()) is not None:
+                self.results.put(self._answer(order))
+                del order  # a plan may hold the tokens of a long prompt
+        except BaseException as error:  # not an error of a step: those are answers
+            self.death = error
+        finally:
+            self.results.put(None)
+
+    def _answer(self, order: _Order) -> StepResult:
+        if self.refuse is not None:
+            return failed_result(StepNotRunError(self.refuse))
+        begin = self._clock()
+        result = self._runner.run_guarded(order.plan)
+        end = self._clock()
+        waited = 0.0 if self._last_end is None or order.after_pause else begin - self._last_end
+        self._last_end = end
+        self.busy_seconds += end - begin
+        self.idle_seconds += waited
+        result.idle_seconds = waited
+        if result.error is not None:
+            self.refuse = f"step {order.plan.number} failed before it"
+        return result
+
+
+class DeviceThread:
+    """At most two plans in flight: submitted, and their results not taken. Not thread-safe: one owner calls it.
+
+    busy_seconds, idle_seconds: sums over all steps so far.
+    """
+
+    def __init__(self, runner: Runner, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._worker = _Worker(runner, clock)
+        self._in_flight = 0
+        self._closed = False
+        # The thread holds the worker but not this object: an owner who forgets to close it ends it all the same.
+        self._thread = threading.Thread(target=self._worker.serve, name="deepinfer-device", daemon=True)
+        self._end = weakref.finalize(self, self._worker.orders.put, None)
+        self._thread.start()
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._worker.busy_seconds
+
+    @property
+    def idle_seconds(self) -> float:
+        return self._worker.idle_seconds
+
+    def submit(self, plan: StepPlan, *, after_pause: bool | None = None) -> None:
+        """Queues a plan. RuntimeError with two in flight, or after `close`.
+
+        after_pause: the device had no step because there was nothing to do, and the time since its last one does not
+        count as idle. None: so it is when nothing is in flight.
+        """
+        if self._closed:
+            raise RuntimeError("the device thread is closed")
+        if self._in_flight == QUEUE_DEPTH:
+            raise RuntimeError(f"{QUEUE_DEPTH} steps are in flight; take a result first")
+        self._worker.orders.put(_Order(plan, self._in_flight == 0 if after_pause is None else after_pause))
+        self._in_flight += 1
+
+    def result(self) -> StepResult:
+        """The result of the oldest plan in flight; waits for it. Its `error` is what the step raised; every plan
+        submitted after it gets StepNotRunError for an answer until `reset`.
+
+        RuntimeError if nothing is in flight; DeviceThreadError if the thread is gone.
+        """
+        if not self._in_flight:
+            raise RuntimeError("no step is in flight")
+        result = self._take()
+        if result is None:
+            self._worker.results.put(None)  # for whoever asks again
+            raise DeviceThreadError("the device thread has ended") from self._worker.death
+        self._in_flight -= 1
+        return result
+
+    def _take(self) -> StepResult | None:
+        while True:
+            try:
+                return self._worker.results.get(timeout=_HEARTBEAT)
+            except queue.Empty:
+                if not self._thread.is_alive() and self._worker.results.empty():
+                    return None
+
+    def reset(self) -> None:
+        """Waits for what is in flight, drops it, and runs plans again. DeviceThreadError if the thread is gone."""
+        while self._in_flight:
+            self.result()
+        if not self._closed:
+            self._worker.refuse = None  # the thread has nothing to do: no race
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Ends the thread after the step that it runs; a queued one gets StepNotRunError for an answer. Idempotent.
+
+        False: the step did not end within `timeout` seconds. The thread then ends after it, and does not keep the
+        process alive.
+        """
+        self._closed = True
+        self._worker.refuse = "the device thread was closed before it"
+        self._end()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
