@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
+from random import Random
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from deepinfer.engine.penalties import TokenHistory
+from deepinfer.engine.plan import Admission
 from deepinfer.engine.random_streams import Stream, child_seed, gumbel, split_seeds
-from deepinfer.engine.sampler import SampleRow, sample
+from deepinfer.engine.sampler import choose, list_top
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.sampling_state import SamplingState
 from deepinfer.engine.truncation import ranked, truncate
 from deepinfer.kernels.philox import philox, rounds_torch, uniforms
 
@@ -18,13 +24,47 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -3.0, -torch.inf])
 DRAWS = 8000
 
 
-def row(params: SamplingParams, position: int = 0, seed: int = 7, **options) -> SampleRow:
-    return SampleRow(params, seed, position, options.get("history"), options.get("forbidden", ()))
+class Row(NamedTuple):
+    """One sequence whose next token is due. The position matters to noise and min_tokens; history is given where a test
+    is about it."""
+
+    params: SamplingParams
+    position: int = 0
+    seed: int = 7
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+
+
+class Sampled(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[float]
+    top: list[dict[int, float] | None] | None
+    valid: list[bool]
+
+
+def admission(slot: int, row: Row) -> Admission:
+    return Admission(slot, np.array(row.prompt + row.output, np.int32), len(row.prompt), row.params, row.seed)
+
+
+def sample(logits: torch.Tensor, rows: list[Row], eos: tuple[int, ...] = ()) -> Sampled:
+    """Every row in a slot of its own."""
+    state = SamplingState(len(rows), logits.shape[1], eos_token_ids=eos)
+    state.admit([admission(slot, row) for slot, row in enumerate(rows)])
+    return sample_slots(logits, range(len(rows)), [row.position for row in rows], state)
+
+
+def sample_slots(logits: torch.Tensor, slots: Iterable[int], positions: list[int], state: SamplingState) -> Sampled:
+    where = np.array(list(slots), np.int64)
+    chosen = choose(logits, where, np.array(positions, np.int64), state)
+    top = list_top(logits, chosen.token_ids, where, state)
+    return Sampled(chosen.token_ids.tolist(), chosen.logprobs.tolist(), top, chosen.valid.tolist())
 
 
 def draw(params: SamplingParams, seed: int = 7) -> torch.Tensor:
     """How often each token came, over DRAWS positions of one stream."""
-    out = sample(LOGITS.expand(DRAWS, -1), [row(params, position, seed) for position in range(DRAWS)])
+    state = SamplingState(1, len(LOGITS))
+    state.admit([admission(0, Row(params, seed=seed))])
+    out = sample_slots(LOGITS.expand(DRAWS, -1), [0] * DRAWS, list(range(DRAWS)), state)
     assert all(out.valid)
     return torch.bincount(torch.tensor(out.token_ids), minlength=len(LOGITS)).double()
 
@@ -164,18 +204,18 @@ def test_ranking_puts_equal_logits_in_id_order() -> None:
 
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [-1.0, -1.0, -1.0, -1.0]])
-    assert sample(logits, [row(SamplingParams(temperature=0))] * 2).token_ids == [1, 0]
+    assert sample(logits, [Row(SamplingParams(temperature=0))] * 2).token_ids == [1, 0]
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
     rows = [
-        row(SamplingParams(temperature=0), 1),
-        row(SamplingParams(temperature=1.3), 2, 11),
-        row(SamplingParams(top_p=0.5), 3, 12),
-        row(SamplingParams(top_k=7, min_p=0.01, logit_bias={4: 3.0}), 4, 13),
-        row(SamplingParams(temperature=1e-6), 5, 14),
-        row(SamplingParams(), 6, 15, forbidden=(1, 2)),
+        Row(SamplingParams(temperature=0), 1),
+        Row(SamplingParams(temperature=1.3), 2, 11),
+        Row(SamplingParams(top_p=0.5), 3, 12),
+        Row(SamplingParams(top_k=7, min_p=0.01, logit_bias={4: 3.0}), 4, 13),
+        Row(SamplingParams(temperature=1e-6), 5, 14),
+        Row(SamplingParams(min_tokens=9, stop_token_ids=[1, 2]), 6, 15),
     ]
     together = sample(logits, rows).token_ids
     assert together == [sample(logits[i : i + 1], [rows[i]]).token_ids[0] for i in range(6)]
@@ -190,8 +230,7 @@ def test_penalties_and_bias_follow_their_formulas_in_order() -> None:
     params = SamplingParams(
         temperature=0, logit_bias={0: 1.0}, repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5
     )
-    history = TokenHistory.of([0, 2], [0, 0], 4, "cpu")
-    out = sample(logits, [row(params, history=history)])
+    out = sample(logits, [Row(params, prompt=(0, 2), output=(0, 0))])
     # id 0: (1 + 1) / 2 - 2 * 0.25 - 0.5 = 0; id 1 untouched 0.6; id 2: -0.5 * 2 = -1; id 3: 0.2
     assert out.token_ids == [1]
     assert out.logprobs[0] == pytest.approx(torch.log_softmax(logits, -1)[0, 1].item())  # raw, not penalised
@@ -203,25 +242,176 @@ def test_bias_can_forbid_and_force() -> None:
     assert draw(SamplingParams(logit_bias={6: 100.0}))[6] == DRAWS
 
 
-def test_forbidden_ids_never_come() -> None:
-    out = sample(LOGITS.expand(500, -1), [row(SamplingParams(), i, forbidden=(0, 1)) for i in range(500)])
-    assert not {0, 1} & set(out.token_ids)
+def test_end_and_stop_ids_never_come_before_min_tokens_and_may_come_at_once_after() -> None:
+    """Prompt of 3, min_tokens = 400: the token drawn from position p is output number p - 2, counted from 0."""
+    params = SamplingParams(min_tokens=400, stop_token_ids=[0], max_tokens=600)
+    state = SamplingState(2, len(LOGITS), eos_token_ids=[1])
+    state.admit([admission(0, Row(params, prompt=(5, 5, 5))),
+                 admission(1, Row(params.with_changes(ignore_eos=True), prompt=(5, 5, 5)))])  # fmt: skip
+    positions = list(range(2, 602))
+    for slot, banned in ((0, {0, 1}), (1, {0})):
+        ids = sample_slots(LOGITS.expand(600, -1), [slot] * 600, positions, state).token_ids
+        assert not banned & set(ids[:400])
+        assert {0, 1} - banned <= set(ids[:400])
+        assert set(ids[400:450]) >= {0, 1}
+    certain = torch.full((1, 8), -50.0)
+    certain[0, 0] = 50
+    assert sample_slots(certain, [0], [401], state).token_ids != [0]
+    assert sample_slots(certain, [0], [402], state).token_ids == [0]  # 400 tokens are out: this one may end it
 
 
 def test_logprobs_are_of_the_raw_logits_best_first_with_the_chosen_token() -> None:
     truth = torch.log_softmax(LOGITS, 0)
-    out = sample(LOGITS[None], [row(SamplingParams(temperature=0, logit_bias={5: 50.0}, logprobs=2))])
+    out = sample(LOGITS[None], [Row(SamplingParams(temperature=0, logit_bias={5: 50.0}, logprobs=2))])
     assert out.token_ids == [5]
-    assert list(out.top[0] or {}) == [0, 1, 5]
-    assert (out.top[0] or {})[5] == pytest.approx(truth[5].item()) == pytest.approx(out.logprobs[0])
-    none = sample(LOGITS[None], [row(SamplingParams(temperature=0, logprobs=0))])
-    assert list(none.top[0] or {}) == [0]
+    assert out.top is not None and out.top[0] is not None
+    assert list(out.top[0]) == [0, 1, 5]
+    assert out.top[0][5] == pytest.approx(truth[5].item()) == pytest.approx(out.logprobs[0])
+    rows = [Row(SamplingParams(temperature=0)), Row(SamplingParams(temperature=0, logprobs=0))]
+    top = sample(LOGITS.expand(2, -1), rows).top
+    assert top is not None and top[0] is None and list(top[1] or {}) == [0]
+    assert sample(LOGITS[None], rows[:1]).top is None
 
 
-def test_a_row_without_a_finite_best_logit_is_reported() -> None:
-    logits = torch.zeros(4, 5)
+def test_a_row_without_a_finite_best_logit_is_reported_and_touches_no_other() -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(4))
     logits[1, 3] = torch.nan
     logits[2] = -torch.inf
     logits[3, 0] = torch.inf
-    for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)):
-        assert sample(logits, [row(params)] * 4).valid == [True, False, False, False]
+    for params in (
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_p=0.5),
+        SamplingParams(repetition_penalty=1.2, top_k=40, logprobs=2),
+    ):
+        rows = [Row(params, seed=i, prompt=(1, 2), output=(3,)) for i in range(5)]
+        out = sample(logits, rows)
+        assert out.valid == [True, False, False, False, True]
+        assert [out.token_ids[0], out.token_ids[4]] == sample(logits[[0, 4]], [rows[0], rows[4]]).token_ids
+        assert all(0 <= token < 300 for token in out.token_ids)  # the next step reads it before anyone drops the row
+
+
+# -- against one row at a time ----------------------------------------------------------------------------------------
+
+
+def one_row(logits: torch.Tensor, row: Row, eos: tuple[int, ...]) -> int | None:
+    """The specification's order, spelled out for one row with Python's own sorting; None for an invalid row."""
+    z, p, vocab = logits.clone(), row.params, len(logits)
+    for token, bias in p.logit_bias.items():
+        z[token] += bias
+    said = Counter(row.output)
+    for token in {*row.prompt, *row.output}:
+        z[token] = z[token] / p.repetition_penalty if z[token] > 0 else z[token] * p.repetition_penalty
+    for token, times in said.items():
+        z[token] -= p.frequency_penalty * times
+        z[token] -= p.presence_penalty
+    if len(row.output) < p.min_tokens:
+        z[list(p.stop_token_ids) + ([] if p.ignore_eos else list(eos))] = -math.inf
+    best = z.max()
+    if not torch.isfinite(best):
+        return None
+    if p.temperature == 0:
+        return min(v for v in range(vocab) if z[v] == best)
+    t = ((z - best) / p.temperature).tolist()
+    order = sorted((v for v in range(vocab) if t[v] > -math.inf), key=lambda v: (-t[v], v))
+    if p.min_p:
+        order = [v for v in order if t[v] >= math.log(p.min_p)]
+    if p.top_k:
+        order = order[: p.top_k]
+    if p.top_p < 1:
+        mass = np.cumsum(np.exp([t[v] for v in order]))
+        order = order[: int((mass < p.top_p * mass[-1]).sum()) + 1]
+    noise = gumbel(split_seeds([row.seed]), torch.tensor([row.position]), None, vocab)[0].tolist()
+    return max(order, key=lambda v: (t[v] + noise[v], -v))
+
+
+def random_params(rng: Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0, 0.5, 1, 1.3, 1e-6]),
+        top_k=rng.choice([0, 0, 3, 50, 10**6]),
+        top_p=rng.choice([1, 1, 0.5, 0.9]),
+        min_p=rng.choice([0, 0, 0.05]),
+        presence_penalty=rng.choice([0, 0, 0.5]),
+        frequency_penalty=rng.choice([0, 0, 0.25]),
+        repetition_penalty=rng.choice([1, 1, 1.3]),
+        logit_bias=rng.choice([{}, {}, {3: 2.5, 7: -math.inf}]),
+        min_tokens=rng.choice([0, 0, 4]),
+        stop_token_ids=rng.choice([(), (5, 6)]),
+        ignore_eos=rng.random() < 0.3,
+        logprobs=rng.choice([None, None, 0, 3]),
+    )
+
+
+@pytest.mark.parametrize("vocab", [50, 700])
+def test_any_mixture_of_parameters_gives_each_row_what_it_gets_alone(vocab: int) -> None:
+    rng = Random(vocab)
+    for trial in range(12):
+        count = rng.choice([1, 2, 7, 30])
+        logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(trial)) * 3
+        if trial % 3 == 0:
+            logits = logits.round(decimals=1)  # ties
+        if trial % 4 == 0:
+            logits[rng.randrange(count), rng.randrange(vocab)] = math.nan
+        rows = []
+        for _ in range(count):
+            prompt, output = ([rng.randrange(vocab) for _ in range(rng.randint(low, 8))] for low in (1, 0))
+            position = len(prompt + output) - 1
+            rows.append(Row(random_params(rng), position, rng.getrandbits(64), tuple(prompt), tuple(output)))
+        out = sample(logits, rows, eos=(1, 2))
+        for i, row in enumerate(rows):
+            expected = one_row(logits[i], row, (1, 2))
+            assert out.valid[i] == (expected is not None)
+            assert expected in (None, out.token_ids[i])
+
+
+# -- what slots remember ----------------------------------------------------------------------------------------------
+
+
+def test_a_slot_s_next_owner_inherits_nothing() -> None:
+    rng = Random(1)
+    logits = torch.randn(8, 60, generator=torch.Generator().manual_seed(6))
+    state = SamplingState(8, 60, eos_token_ids=[1])
+    for _ in range(30):
+        rows = [
+            Row(random_params(rng), 3, rng.getrandbits(64), (rng.randrange(60), 4), (rng.randrange(60), 5))
+            for _ in range(8)
+        ]
+        state.admit([admission(slot, row) for slot, row in enumerate(rows)])
+        got = sample_slots(logits, range(8), [3] * 8, state)
+        assert got == sample(logits, rows, eos=(1,))
+        state.append(np.arange(8), torch.tensor(got.token_ids))  # what the next owners must not see
+
+
+def test_tokens_appended_to_a_history_count_like_those_it_began_with() -> None:
+    params = SamplingParams(temperature=0, frequency_penalty=0.7, repetition_penalty=1.1)
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(8)).expand(3, -1)
+    state = SamplingState(3, 20)
+    state.admit([admission(slot, Row(params, prompt=(slot,))) for slot in (0, 2)])
+    state.admit([admission(1, Row(SamplingParams(temperature=0)))])  # no history between two with one
+    outputs: list[list[int]] = [[], [], []]
+    for _ in range(12):
+        got = sample_slots(logits, range(3), [0] * 3, state).token_ids
+        for slot in (0, 2):
+            alone = sample(logits[:1], [Row(params, prompt=(slot,), output=tuple(outputs[slot]))]).token_ids
+            assert alone == [got[slot]]
+        state.append(np.arange(3), torch.tensor(got))
+        for output, token in zip(outputs, got, strict=True):
+            output.append(token)
+    assert len(set(outputs[0])) > 3 and set(outputs[1]) == {int(logits[0].argmax())}
+
+
+def test_a_fork_chooses_as_its_parent_but_for_the_noise_and_then_goes_its_own_way() -> None:
+    rng = Random(3)
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(9)).expand(2, -1)
+    for _ in range(40):
+        parent = Row(random_params(rng), 1, rng.getrandbits(64), (4, 9), ())
+        child = parent._replace(seed=rng.getrandbits(64))
+        state = SamplingState(2, 60, eos_token_ids=[1])
+        state.admit([admission(1, Row(random_params(rng), 0, 5, (7,), (8,)))])  # the child's slot was somebody's
+        state.admit([admission(0, parent)])
+        state.fork(0, 1, child.seed)
+        got = sample_slots(logits, range(2), [1, 1], state)
+        assert got == sample(logits, [parent, child], eos=(1,))
+        state.append(np.arange(2), torch.tensor([11, 12]))
+        after = [parent._replace(output=(11,), position=2), child._replace(output=(12,), position=2)]
+        assert sample_slots(logits, range(2), [2, 2], state) == sample(logits, after, eos=(1,))
