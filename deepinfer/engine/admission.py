@@ -2,22 +2,43 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from deepinfer.config import EngineConfig
 from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.sampling_params import SamplingParams
 
+MAX_LABEL = 256  # characters of a request id, tenant or salt
 
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, refused: Mapping[int, str]) -> None:
-    """Raises InvalidRequestError for no tokens, an id outside the vocabulary, or one of `refused` (id -> reason)."""
+
+def check_token_ids(
+    field: str, token_ids: Sequence[int] | np.ndarray, vocab_size: int, refused: Mapping[int, str]
+) -> None:
+    """Raises InvalidRequestError for no tokens, an id outside the vocabulary, or one of `refused` (id -> reason).
+
+    Whole lists are looked at first, because a prompt may have a million ids; one by one only to name the wrong entry.
+    """
     if len(token_ids) == 0:
         raise InvalidRequestError(field, "is empty; give at least one token")
-    for at, token in enumerate(token_ids):
+    ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size and refused.keys().isdisjoint(ids):
+        return
+    for at, token in enumerate(ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise InvalidRequestError(
                 field, f"entry {at} must be a whole number from 0 to {vocab_size - 1}, got {token!r}"
             )
         if token in refused:
             raise InvalidRequestError(field, f"entry {at}: id {token} {refused[token]}")
+
+
+def check_label(field: str, value: object) -> None:
+    """Raises InvalidRequestError unless the value can name something: text that can be sent, of at most 256
+    characters."""
+    if not isinstance(value, str) or len(value) > MAX_LABEL:
+        raise InvalidRequestError(field, f"must be a text of at most {MAX_LABEL} characters, got {value!r:.80}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidRequestError(field, f"{value!r} holds a lone surrogate")
 
 
 def check_request(

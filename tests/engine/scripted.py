@@ -12,12 +12,14 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from deepinfer.cache import Cache
+from deepinfer.cache.manager import CacheManager
+from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
-from deepinfer.engine.loop import Engine
+from deepinfer.engine.core import EngineCore
+from deepinfer.engine.engine import Engine
 from deepinfer.engine.outputs import RequestOutput
+from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.model import Chunk
 from deepinfer.model.batch import Batch
 from deepinfer.model.presets import preset
 
@@ -42,19 +44,19 @@ def fixed_row(logits: Sequence[float]) -> Callable[[int, int], Tensor]:
 
 
 class ScriptedModel:
+    device = torch.device("cpu")
+
     def __init__(self, row: Callable[[int, int], Tensor] = noise_row) -> None:
         self.row = row
-        self.steps: list[list[Chunk]] = []
+        self.steps: list[Batch] = []
 
-    def forward(self, chunks: Sequence[Chunk], cache: Cache) -> Tensor:
-        self.steps.append(list(chunks))
-        view = cache.begin(Batch.from_chunks(chunks, torch.device("cpu")))
-        view.commit()
-        rows = []
-        for chunk in chunks:
-            first = len(chunk.token_ids) - chunk.num_logits
-            rows += [self.row(chunk.token_ids[i], chunk.start + i) for i in range(first, len(chunk.token_ids))]
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+    def forward(self, batch: Batch, storage: CacheStorage) -> Tensor:
+        self.steps.append(batch)
+        storage.begin(batch).commit()
+        rows = batch.logit_rows
+        pairs = zip(batch.token_ids[rows].tolist(), batch.positions[rows].tolist(), strict=True)
+        logits = [self.row(token, position) for token, position in pairs]
+        return torch.stack(logits) if logits else torch.empty(0, VOCAB)
 
 
 class Letters:
@@ -74,20 +76,46 @@ def make_engine(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 64,
     num_blocks: int = 16,
+    detokenizer=lambda skip: Letters(),
+    clock: Callable[[], float] | None = None,
+    refused_ids: dict[int, str] | None = None,
     **options,
 ) -> Engine:
-    cache = Cache(
-        CONFIG, max_num_seqs=max_num_seqs, num_blocks=num_blocks, dtype=torch.float32, device=torch.device("cpu")
-    )
+    """options: further fields of EngineConfig. Prefix caching is off unless asked for: the counts of blocks in tests
+    are easier to follow."""
     config = EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_blocks=num_blocks,
-        seed=0,
+        **{"seed": 0, "prefix_caching": "off"} | options,
     )
-    options.setdefault("detokenizer", lambda skip: Letters())
-    return Engine(model or ScriptedModel(), cache, config, vocab_size=VOCAB, eos_token_ids=[EOS], **options)
+    storage = CacheStorage(
+        CONFIG,
+        max_num_seqs=max_num_seqs,
+        num_blocks=num_blocks,
+        window_entries=config.window_entries,
+        device=torch.device("cpu"),
+    )
+    runner = ModelRunner(
+        model or ScriptedModel(),
+        storage,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB,
+        eos_token_ids=[EOS],
+    )
+    timed = {} if clock is None else {"clock": clock}
+    core = EngineCore(
+        runner,
+        CacheManager.for_model(CONFIG, config, offload_blocks=config.offload_bytes // 1024),
+        config,
+        vocab_size=VOCAB,
+        eos_token_ids=[EOS],
+        refused_ids=refused_ids,
+        **timed,
+    )
+    return Engine(core, detokenizer=detokenizer, **timed)
 
 
 _numbers = count()
