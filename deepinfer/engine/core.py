@@ -19,16 +19,19 @@ from deepinfer.engine.admission import check_request, check_token_ids
 from deepinfer.engine.blocked import Condition
 from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
-from deepinfer.engine.loop_new import OverlappedLoop, PlainLoop
+from deepinfer.engine.loop import OverlappedLoop, PlainLoop
 from deepinfer.engine.messages import EngineRequest
-from deepinfer.engine.plan import Runner, StepPlan
+from deepinfer.engine.meter import StepMeter
+from deepinfer.engine.plan import StepPlan
+from deepinfer.engine.runner import Runner
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.scheduler_new import Scheduler
+from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.sequence import Sequence as Seq
 from deepinfer.engine.sequence import Status
 from deepinfer.engine.settle import settle
 from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, SequenceEvent, StepOutput
 from deepinfer.engine.stop import FinishReason
+from deepinfer.metrics.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class EngineCore:
         self.manager = manager
         self.scheduler = Scheduler(config, manager, self._stop_ids)
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.meter = StepMeter(self.scheduler, clock)
         self.loop = OverlappedLoop(runner) if config.overlap else PlainLoop(runner)
         self._vocab_size = vocab_size
         self._refused_ids = dict(refused_ids or {})
@@ -129,7 +133,9 @@ class EngineCore:
         """
         now = self._clock()
         self._end_overdue(now)
+        begin = time.perf_counter()
         plan = self.scheduler.schedule(now)
+        schedule_seconds = time.perf_counter() - begin
         for sequence, error in self.scheduler.take_failed():
             logger.warning("request %r cannot start: %s", sequence.request.request_id, error)
             self._end(sequence.request.number, FinishReason.ERROR)
@@ -143,10 +149,19 @@ class EngineCore:
         plan, result = settled
         if result.error is not None:
             self._fail(result.error)
+        begin = time.perf_counter()
         output = settle(self.scheduler, plan, result)
-        self._deadlines.observe(plan.num_tokens, result.device_seconds)
         self._forget_finished(output)
-        return self._with_ends(output)
+        output = self._with_ends(output)
+        self.meter.record(plan, result, schedule_seconds, time.perf_counter() - begin)
+        self._deadlines.observe(plan.num_tokens, result.device_seconds)
+        if not self.has_unfinished:
+            self.meter.pause()
+        return output
+
+    def stats(self) -> EngineStats:
+        """Counters of all steps so far."""
+        return self.meter.totals
 
     def abort(self, number: int, index: int | None = None) -> bool:
         """Ends a request, or one completion of it, in whatever state it is, and frees what it holds; False if it is not

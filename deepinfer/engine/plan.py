@@ -7,7 +7,7 @@ scheduled, and the runner reads it from its own table of tokens (spec/engine.md 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -86,10 +86,3 @@ class StepResult:
     device_seconds: float = 0.0  # from the step's start on the device to its end
     idle_seconds: float = 0.0  # before its start, while the device had nothing to do
     error: BaseException | None = None
-
-
-class Runner(Protocol):
-    """What computes plans, in the order in which it is given them."""
-
-    def run_guarded(self, plan: StepPlan) -> StepResult:
-        """Runs a step; an exception comes back as the result's error."""

@@ -1,150 +1,442 @@
-"""Builds a step: who computes which tokens. First come, first served, with continuous batching.
+"""Builds a step: who computes which tokens.
 
 There are no phases: every sequence has known tokens and computed tokens, and a step hands out counts until computed
-catches up (spec/engine.md 4.1). Three rules keep it free of deadlock:
+catches up (spec/engine.md 4.1). What keeps it free of deadlock:
 - a sequence enters only if a slot and the blocks of its whole prompt are free, so a prefill never stops half way;
-- when blocks run out in decode, the youngest running sequence gives its up, so the oldest always moves;
+- when blocks run out in decode, the youngest running sequence gives its up, so the oldest always moves; one that gave
+  up MAX_PREEMPTIONS times enters next with the blocks of its whole output, and is left alone from then on;
 - the oldest alone always fits: the door refuses what exceeds max_model_len, and EngineConfig holds one such sequence.
+
+Steps may be in flight while the next one is scheduled. A sequence then counts as if all of them went well; those that
+turn out to have ended are dropped when their results come (settle.py).
 """
 
+from __future__ import annotations
+
 import bisect
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
-from deepinfer.cache import Cache, CacheFullError
-from deepinfer.config import EngineConfig
-from deepinfer.engine.request import Sequence, Status
+import numpy as np
 
+from deepinfer.cache import CacheFullError
+from deepinfer.cache.manager import CacheManager
+from deepinfer.cache.prefix import COLD, PrefixHit
+from deepinfer.config import BLOCK_SIZE, VERIFY_ROWS, EngineConfig
+from deepinfer.engine.draft import StepDraft
+from deepinfer.engine.plan import Admission, Fork, PromptScore, StepPlan
+from deepinfer.engine.queue_policy import QueuePolicy, make_policy
+from deepinfer.engine.sequence import Sequence, Status
+from deepinfer.engine.shared_prefix import SharedPrefixes
+from deepinfer.engine.table import SequenceTable, boundaries
 
-class ScheduledChunk(NamedTuple):
-    """Tokens [start, start + num_tokens) of a sequence, whose last `num_logits` rows come back as logits."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    num_logits: int
-    samples: bool  # its last row chooses the sequence's next token
+MAX_PREEMPTIONS = 3
 
 
 class Scheduler:
-    """Owns the queues, the slots and the blocks; knows nothing of tokens' meaning or of time."""
+    """Owns the queue, the slots and the blocks; knows nothing of tokens' meaning or of time.
 
-    def __init__(self, config: EngineConfig, cache: Cache) -> None:
+    stop_ids: the token ids that end a sequence, asked once when it starts.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: CacheManager,
+        stop_ids: Callable[[Sequence], set[int]],
+        policy: QueuePolicy | None = None,
+    ) -> None:
         self.config = config
-        self.cache = cache
-        self.waiting: list[Sequence] = []  # by order: priority, arrival
+        self.manager = manager
+        self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
+        self.waiting = policy or make_policy(config.queue_policy)
         self.running: list[Sequence] = []  # by order; each holds a slot
-        self.num_preemptions = 0
+        self.by_slot: list[Sequence | None] = [None] * config.max_num_seqs
+        self.failed: list[tuple[Sequence, Exception]] = []  # whose condition can never hold; taken by the core
+        self._admitted = (0, 0)  # prompt tokens of sequences that started, and those of them that the cache had
+        self._preempted: list[Sequence] = []  # taken by the core
+        self.num_recomputed = self.num_offloaded = 0  # preemptions
+        self._stop_ids = stop_ids
+        self._prefixes = SharedPrefixes()
+        self._decoding = np.empty(0, np.int64)  # slots of running sequences in DECODE, by order
+        self._decoding_changed = False
+        self._steps_without_prefill = 0
+        self._num_steps = 0
+        self._save_from: set[Sequence] = set()  # sequences with boundaries whose windows are to be saved
+        window = manager.window
+        # In exact mode a truncated prefill must keep the same rows hot and cold, so a hit ends before them.
+        exact_cut = config.truncation and config.prefix_caching == "exact"
+        self._cap_shift = max(0, config.keep_tokens - window - VERIFY_ROWS) if exact_cut else 0
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, of at most max_num_batched_tokens tokens; None if nobody can compute anything now."""
+        self._save_windows()
+        draft = StepDraft(self.table, self.config.max_num_batched_tokens)
+        self._decode(draft)
+        if self._prefill_is_due(draft):
+            self._continue_prefills(draft)
+            self._admit(draft, now)
+        if draft.is_empty:
+            return None
+        self._steps_without_prefill = 0 if draft.num_prefill_tokens else self._steps_without_prefill + 1
+        self._num_steps += 1
+        return draft.plan(self._num_steps, self.manager.take_edits())
+
+    def _decode(self, draft: StepDraft) -> None:
+        """One token for every sequence whose prompt is scheduled, unless its last one is promised already."""
+        table, slots = self.table, self._decoding_slots()
+        slots = slots[table.total[slots] < table.limit[slots]]
+        short = slots[table.total[slots] > self.manager.capacity[slots]]
+        for slot in short.tolist():
+            if (sequence := self.by_slot[slot]) is not None and sequence.status is Status.DECODE:
+                self._grow(sequence)
+        if self._decoding_changed:
+            slots = slots[np.isin(slots, self._decoding_slots())]  # without those that were preempted
+        starts = table.total[slots] - 1
+        self._count_scheduled(slots, starts, starts + 1)
+        table.total[slots] += 1
+        self.waiting.charge_outputs(table.tenant[slots])
+        draft.decode(slots, starts)
+
+    def _prefill_is_due(self, draft: StepDraft) -> bool:
+        """With a prefill interval, decode steps come between; a step that decodes nobody may always prefill."""
+        return not draft.num_decodes or self._steps_without_prefill >= self.config.prefill_interval
+
+    def _continue_prefills(self, draft: StepDraft) -> None:
+        for sequence in self.running:
+            if draft.budget <= 0:
+                return
+            if sequence.status is Status.PREFILL:
+                self._prefill(sequence, draft)
+
+    def _admit(self, draft: StepDraft, now: float) -> None:
+        """Starts waiting sequences while there is budget, a slot and blocks for the next in line.
+
+        Nobody overtakes who waits for room, so a long prompt does not starve behind short ones. Who waits for something
+        else is passed by.
+        """
+        started = []
+        for sequence in self.waiting.candidates(now):
+            if draft.budget <= 0 or not self.manager.num_free_slots:
+                break
+            if self._is_blocked(sequence):
+                continue
+            hit = self._lookup(sequence)
+            if self._waits_for_prefix(sequence, hit):
+                continue
+            if not self._fits(sequence, hit):
+                sequence.waits_for = "room"
+                break
+            self._start(sequence, hit, draft)
+            started.append(sequence)
+            self._prefill(sequence, draft)
+        for sequence in started:
+            self.waiting.remove(sequence)
+
+    def take_failed(self) -> list[tuple[Sequence, Exception]]:
+        """Waiting sequences whose condition can never hold, and why. The caller ends them."""
+        failed, self.failed = self.failed, []
+        return failed
+
+    def take_preempted(self) -> list[Sequence]:
+        """Sequences that lost their slot since the last call."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
+    def take_admitted(self) -> tuple[int, int]:
+        """Prompt tokens of the sequences that started since the last call, and those of them that the cache had."""
+        admitted, self._admitted = self._admitted, (0, 0)
+        return admitted
+
+    def forget_edits(self) -> None:
+        """After a failed step, when no sequence is left: edits that may not have reached the device, and whatever the
+        cache was said to hold, are void."""
+        self.manager.clear_prefix_cache()
+        self.manager.take_edits()
+
+    # -- waiting --------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        self.waiting.push(sequence)
 
-    def schedule(self) -> list[ScheduledChunk]:
-        """The next step's chunks, at most max_num_batched_tokens tokens. Empty only if nobody waits or runs."""
-        chunks = self._decodes()
-        budget = self.config.max_num_batched_tokens - len(chunks)
-        for chunk in self._prefills(budget):
-            chunks.append(chunk)
-            budget -= chunk.num_tokens
-        while budget > 0 and (sequence := self._admit()) is not None:
-            chunk = self._prefill_chunk(sequence, budget)
-            chunks.append(chunk)
-            budget -= chunk.num_tokens
-        return chunks
-
-    def fork(self, parent: Sequence, children: list[Sequence]) -> list[Sequence]:
-        """Gives children of a just computed prompt the parent's blocks; returns those that got a slot.
-
-        The others queue and compute the prompt themselves: n may be larger than what fits at once.
-        """
-        assert parent.slot is not None
-        started = []
-        for child in children:
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        """True while something that is prepared elsewhere is missing, or a prefill that computes its prefix runs."""
+        while sequence.conditions:
             try:
-                child.slot = self.cache.fork(parent.slot)
+                if not sequence.conditions[0].ready():
+                    sequence.waits_for = sequence.conditions[0].reason
+                    return True
+            except Exception as error:
+                if not any(failed is sequence for failed, _ in self.failed):
+                    self.failed.append((sequence, error))
+                return True
+            del sequence.conditions[0]
+        if sequence.awaited is not None:
+            owner, position = sequence.awaited
+            if owner.status is Status.PREFILL and owner.slot is not None and self.table.done[owner.slot] < position:
+                return True
+            sequence.awaited = None
+        return False
+
+    def _lookup(self, sequence: Sequence) -> PrefixHit:
+        if sequence.scores_prompt or sequence.ticket is not None:
+            return COLD
+        return self.manager.find(sequence.chain, sequence.num_known - self._cap_shift)
+
+    def _waits_for_prefix(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """True if a running prefill will soon put more of this prompt into the cache than is there now.
+
+        If it has not passed the end of the common part yet, it is asked to stop there once and leave its window.
+        """
+        if self.config.prefix_caching == "off" or sequence.scores_prompt or sequence.ticket is not None:
+            return False
+        owner = self._prefixes.owner(sequence, hit.length // BLOCK_SIZE)
+        if owner is None or owner.slot is None:
+            return False
+        cap = sequence.num_known - self._cap_shift - self.manager.window - VERIFY_ROWS
+        end = min(self._prefixes.common_tokens(sequence, owner), cap // BLOCK_SIZE * BLOCK_SIZE)
+        if end <= hit.length or self.table.done[owner.slot] >= end:
+            return False
+        if self.config.window_entries and self.table.computed[owner.slot] < end:
+            self._save_window_at(owner, end)
+        elif end not in owner.boundaries and end - self.manager.replay_tokens <= hit.replay_start:
+            return False  # its window is lost, and computing it again costs as much as the common part
+        sequence.awaited = (owner, end)
+        sequence.waits_for = "prefix"
+        return True
+
+    def _fits(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """1 % of the blocks stay free for those that run: filling up to the brim only buys preemptions."""
+        free = self.manager.num_free_blocks
+        if free <= sequence.refused_with:
+            return False
+        spare = max(1, self.manager.num_blocks // 100) if self.running else 0
+        fits = self.manager.fits(hit, self._tokens_to_reserve(sequence), spare)
+        sequence.refused_with = -1 if fits else free
+        return fits
+
+    def _tokens_to_reserve(self, sequence: Sequence) -> int:
+        return sequence.limit if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_known
+
+    # -- starting and running -------------------------------------------------------------------------------------
+
+    def _start(self, sequence: Sequence, hit: PrefixHit, draft: StepDraft) -> None:
+        """A slot, blocks, and what the cache has of the prompt."""
+        slot = self.manager.open()
+        request, table = sequence.request, self.table
+        table.occupy(
+            slot,
+            sequence.token_ids,
+            number=request.number,
+            index=sequence.index,
+            limit=sequence.limit,
+            stops=self._stop_ids(sequence),
+        )
+        table.tenant[slot] = self.waiting.tenant_index(request.tenant)
+        if sequence.ticket is not None:
+            self.manager.reserve(slot, self._tokens_to_reserve(sequence))
+            self.manager.restore(sequence.ticket, slot, sequence.token_ids)
+            sequence.ticket = None
+            table.start_at(slot, sequence.offloaded, 0)
+        else:
+            if hit.length:
+                self.manager.adopt(slot, hit, sequence.token_ids)
+                table.start_at(slot, hit.replay_start, hit.length)
+            self.manager.reserve(slot, self._tokens_to_reserve(sequence))
+            sequence.hit = hit
+        if not sequence.preemptions:
+            tokens, cached = self._admitted
+            self._admitted = (tokens + sequence.num_known, cached + hit.replay_start)
+        draft.admissions.append(
+            Admission(slot, sequence.token_ids, len(request.prompt_token_ids), request.params, sequence.seed)
+        )
+        self._run(sequence, slot, Status.PREFILL)
+        if self.config.prefix_caching != "off" and not sequence.scores_prompt:
+            self._prefixes.announce(sequence, hit.length // BLOCK_SIZE)
+        if hit.replay_start < hit.length and self.config.window_entries:
+            self._save_window_at(sequence, hit.length)  # the next one that hits here need not replay
+
+    def _prefill(self, sequence: Sequence, draft: StepDraft) -> None:
+        """The next chunk of its known tokens; the last one also draws the next token."""
+        slot, table, hit = sequence.slot, self.table, sequence.hit
+        assert slot is not None
+        start, end = int(table.computed[slot]), int(table.prefill_end[slot])
+        size = self._chunk_size(sequence, start, end, draft.budget)
+        stop = start + size
+        scoring = sequence.scores_prompt and sequence.scored < len(sequence.request.prompt_token_ids)
+        num_logits = size if scoring else int(stop == end)
+        keep_from = max(end - self.config.keep_tokens, hit.replay_start, 0) if self.config.truncation else 0
+        first_row = draft.prefill(
+            slot,
+            start,
+            size,
+            num_logits,
+            window_floor=hit.replay_start if hit.window_entry is None else 0,
+            write_from=hit.length,
+            keep_from=0 if sequence.scores_prompt else keep_from,
+        )
+        self._count_scheduled(np.array([slot]), np.array([start]), np.array([stop]))
+        self.waiting.charge_prefill(int(table.tenant[slot]), size)
+        if scoring:
+            self._score(sequence, start, stop, first_row, draft)
+        if stop == end:
+            self._end_prefill(sequence, first_row + num_logits - 1, draft)
+
+    def _chunk_size(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
+        """Up to the budget, and to the next place where a window is to be saved. A chunk that does not end the prompt
+        ends at a multiple of 128 where it can: shapes repeat, and no pair of a compressor stays open between chunks."""
+        size = min(budget, end - start)
+        if self.config.long_prefill_tokens is not None and (len(self.waiting) or len(self.running) > 1):
+            size = min(size, self.config.long_prefill_tokens)
+        if sequence.scores_prompt:
+            size = min(size, self.config.prompt_logprobs_chunk)
+        if start + size < end and (whole := (start + size) // BLOCK_SIZE * BLOCK_SIZE) > start:
+            size = whole - start
+        wanted = [b for b in sequence.boundaries if start < b < start + size]
+        return min(wanted) - start if wanted else size
+
+    def _end_prefill(self, sequence: Sequence, row: int, draft: StepDraft) -> None:
+        """All known tokens are scheduled: it draws from this row, and its other completions start from the same."""
+        slot = sequence.slot
+        assert slot is not None
+        sequence.status = Status.DECODE
+        self._decoding_changed = True
+        self._prefixes.withdraw(sequence)
+        self.table.total[slot] += 1
+        draft.draw(slot, row)
+        for child in [s for s in sequence.siblings if s.status is Status.FORKING]:
+            try:
+                child_slot, edits = self.manager.fork(slot, int(self.table.prefill_end[slot]))
             except CacheFullError:
-                self.add(child)
+                self.add(child)  # it queues and computes the prompt itself: n may be larger than what fits at once
                 continue
-            child.num_computed = parent.num_computed
-            child.status = Status.DECODE
-            bisect.insort(self.running, child, key=lambda s: s.order)
-            started.append(child)
-        return started
+            self.table.branch(slot, child_slot, child.index)
+            child.chain = sequence.chain.copy()
+            draft.fork(Fork(slot, child_slot, child.seed, edits), row)
+            self._run(child, child_slot, Status.DECODE)
+
+    def _score(self, sequence: Sequence, start: int, stop: int, first_row: int, draft: StepDraft) -> None:
+        """Prompt tokens that the chunk's rows predict and that were not scored before. Row i predicts token start + i +
+        1; the row at the prompt's end predicts output."""
+        prompt = sequence.request.prompt_token_ids
+        begin, end = sequence.scored, min(stop + 1, len(prompt))
+        if begin < end:
+            tokens = np.asarray(prompt[begin:end], np.int64)
+            row = first_row + begin - 1 - start
+            draft.score(PromptScore(sequence, row, tokens, sequence.params.prompt_logprobs or 0))
+            sequence.scored = end
+
+    def _count_scheduled(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        self.table.computed[slots] = ends
+        crossed = boundaries(starts, ends)
+        self.table.crossing[slots] = np.where(crossed > 0, crossed, self.table.crossing[slots])
+
+    def _run(self, sequence: Sequence, slot: int, status: Status) -> None:
+        sequence.slot, sequence.status = slot, status
+        self.by_slot[slot] = sequence
+        bisect.insort(self.running, sequence, key=lambda s: s.order)
+        self._decoding_changed = True
+
+    def _decoding_slots(self) -> np.ndarray:
+        if self._decoding_changed:
+            slots = [s.slot for s in self.running if s.status is Status.DECODE]
+            self._decoding = np.array(slots, np.int64)
+            self._decoding_changed = False
+        return self._decoding
+
+    # -- windows for later hits -----------------------------------------------------------------------------------
+
+    def _save_window_at(self, sequence: Sequence, boundary: int) -> None:
+        sequence.boundaries.add(boundary)
+        self._save_from.add(sequence)
+
+    def _save_windows(self) -> None:
+        """Windows at the boundaries where prefills were asked to stop: after the step that ends there, before the one
+        that goes on, whose copy would take their place."""
+        for sequence in list(self._save_from):
+            boundary = 0 if sequence.slot is None else int(self.table.crossing[sequence.slot])
+            if sequence.slot is not None and boundary in sequence.boundaries:
+                self.manager.save_window(sequence.slot, sequence.chain, boundary)
+                sequence.boundaries.discard(boundary)
+            if not sequence.boundaries:
+                self._save_from.discard(sequence)
+
+    def _save_last_window(self, sequence: Sequence) -> None:
+        """Of a sequence that leaves: its last settled boundary, unless a step in flight copies another one over it
+        (the replica has two places, for even and odd multiples of 128), or it lies in a replay, whose windows are
+        whole only at its end."""
+        slot = sequence.slot
+        assert slot is not None
+        boundary = int(self.table.replica[slot])
+        if boundary >= max(sequence.hit.length, 1) and int(self.table.crossing[slot]) - boundary in (0, BLOCK_SIZE):
+            self.manager.save_window(slot, sequence.chain, boundary)
+
+    # -- leaving --------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out of whatever it is in and frees what it holds."""
+        """Takes a sequence out of whatever it is in and frees what it holds. Idempotent."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+            if sequence.ticket is not None:
+                self.manager.forget(sequence.ticket)
+                sequence.ticket = None
         elif sequence.slot is not None:
             self._release(sequence)
         sequence.status = Status.FINISHED
 
-    def _decodes(self) -> list[ScheduledChunk]:
-        chunks = []
-        for sequence in list(self.running):  # oldest first: whoever is preempted below was not scheduled yet
-            if sequence.status is Status.DECODE and self._grow(sequence):
-                chunks.append(ScheduledChunk(sequence, sequence.num_computed, 1, 1, True))
-        return chunks
+    def publish(self, slot: int) -> None:
+        """Full blocks with settled state enter the prefix cache."""
+        sequence, table = self.by_slot[slot], self.table
+        assert sequence is not None
+        sequence.chain.extend(table.tokens[slot, : table.known[slot]])
+        self.manager.publish(slot, sequence.chain, int(table.done[slot]))
+        table.published[slot] = table.done[slot] // BLOCK_SIZE
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Makes room for one more token, at the expense of the youngest; False if that was the sequence itself."""
-        assert sequence.slot is not None
-        while True:
+    def _grow(self, sequence: Sequence) -> None:
+        """Makes room for its next token, at the expense of the youngest, which may be the sequence itself."""
+        while sequence.slot is not None:
             try:
-                self.cache.reserve(sequence.slot, sequence.num_computed + 1)
-                return True
+                self.manager.reserve(sequence.slot, int(self.table.total[sequence.slot]))
+                return
             except CacheFullError:
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is sequence:
-                    return False
+                self._preempt(next(self._victims(), sequence))
+
+    def _victims(self) -> Iterator[Sequence]:
+        return (s for s in reversed(self.running) if s.preemptions < MAX_PREEMPTIONS)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, in its old place; prompt and output will be computed again."""
+        """Back to the queue, in its old place. A long one leaves its state in host memory if there is room, else
+        prompt and output are computed again, as far as the prefix cache has lost them."""
+        slot, table = sequence.slot, self.table
+        assert slot is not None
+        done, known = int(table.done[slot]), int(table.known[slot])
+        sequence.token_ids = table.tokens[slot, :known].copy()
+        if done >= self.config.offload_tokens and self.config.offload_bytes:
+            sequence.ticket = self.manager.offload(slot, done)
+            sequence.offloaded = done
+        self.num_offloaded += sequence.ticket is not None
+        self.num_recomputed += sequence.ticket is None
         self._release(sequence)
-        self.num_preemptions += 1
+        sequence.preemptions += 1
+        self._preempted.append(sequence)
+        if sequence.ticket is None:
+            sequence.hit = COLD
         self.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
+        slot = sequence.slot
+        assert slot is not None
+        if self.config.prefix_caching != "off":
+            self.publish(slot)
+            self._save_last_window(sequence)
+        self._prefixes.withdraw(sequence)
+        self._save_from.discard(sequence)
+        sequence.boundaries.clear()
         self.running.remove(sequence)
-        self.cache.close(sequence.slot)
+        self.manager.close(slot)
+        self.table.vacate(slot)
+        self.by_slot[slot] = None
         sequence.slot = None
-        sequence.num_computed = 0
-
-    def _prefills(self, budget: int) -> list[ScheduledChunk]:
-        chunks: list[ScheduledChunk] = []
-        for sequence in self.running:
-            if sequence.status is Status.PREFILL and budget > 0:
-                chunks.append(self._prefill_chunk(sequence, budget))
-                budget -= chunks[-1].num_tokens
-        return chunks
-
-    def _admit(self) -> Sequence | None:
-        """Starts the head of the queue if a slot and the blocks of all its known tokens are free, else nobody.
-
-        Nobody overtakes the head: a long prompt must not starve behind short ones.
-        """
-        if not self.waiting or not self.cache.num_free_slots:
-            return None
-        sequence = self.waiting[0]
-        # 1 % of the blocks stay free for the growth of those that run: filling up to the brim only buys preemptions.
-        spare = max(1, self.cache.num_blocks // 100) if self.running else 0
-        if self.cache.num_free_blocks - self.cache.blocks_for(sequence.num_tokens) < spare:
-            return None
-        sequence.slot = self.cache.open()
-        self.cache.reserve(sequence.slot, sequence.num_tokens)
-        del self.waiting[0]
-        sequence.status = Status.PREFILL
-        bisect.insort(self.running, sequence, key=lambda s: s.order)
-        return sequence
-
-    def _prefill_chunk(self, sequence: Sequence, budget: int) -> ScheduledChunk:
-        start = sequence.num_computed
-        size = min(budget, sequence.num_tokens - start)
-        wanted = 0
-        if sequence.scores_prompt:
-            size = min(size, self.config.prompt_logprobs_chunk)
-            wanted = size
-        samples = start + size == sequence.num_tokens
-        return ScheduledChunk(sequence, start, size, max(wanted, int(samples)), samples)
+        self._decoding_changed = True

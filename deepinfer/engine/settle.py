@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepinfer.engine.plan import StepPlan, StepResult
-from deepinfer.engine.scheduler_new import Scheduler
+from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, PromptScores, StepOutput
 from deepinfer.engine.stop import FinishReason
 
