@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
+from deepinfer.cache.formats import KVFormat, lookback, open_pairs, ring_rows
 from deepinfer.model.config import ModelConfig
 
-
-def lookback(config: ModelConfig) -> int:
-    """Tokens before the current one that Engram's longest n-gram reads: 3 for 4-grams, 0 without Engram."""
-    return max(config.engram_max_ngram_size - 1, 0)
+__all__ = ["LastTokens", "OpenRows", "PagedRecords", "WindowRings", "lookback"]
 
 
 class PagedRecords:
@@ -21,58 +19,103 @@ class PagedRecords:
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, num_blocks: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, layer: int, num_blocks: int, kind: KVFormat | torch.dtype, device: torch.device
     ) -> None:
+        self.format = kind if isinstance(kind, KVFormat) else KVFormat.plain(kind)
         self.ratio = config.ratio(layer)
         self.per_block = BLOCK_TOKENS // self.ratio
         rows = (num_blocks + 1) * self.per_block  # + 1: the null block
-        self.kv = torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
-        self.keys = torch.zeros(rows, config.index_head_dim, dtype=dtype, device=device)
+        kv, key = self.format.compressed, self.format.key
+        self.kv = torch.zeros(rows, kv.width(config.head_dim), dtype=kv.dtype, device=device)
+        self.keys = torch.zeros(rows, key.width(config.index_head_dim), dtype=key.dtype, device=device)
+
+    def write(self, rows: Tensor, kv: Tensor, keys: Tensor) -> None:
+        """kv [G, head_dim] and keys [G, index_head_dim] as records of rows int64 [G]."""
+        self.kv[rows] = self.format.compressed.encode(kv)
+        self.keys[rows] = self.format.key.encode(keys)
+
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """Both pools by block id: [blocks + 1, per_block, width] each, sharing their memory."""
+        return self.kv.unflatten(0, (-1, self.per_block)), self.keys.unflatten(0, (-1, self.per_block))
 
     def copy_block(self, source: int, target: int) -> None:
-        take = slice(source * self.per_block, (source + 1) * self.per_block)
-        put = slice(target * self.per_block, (target + 1) * self.per_block)
-        self.kv[put] = self.kv[take]
-        self.keys[put] = self.keys[take]
+        for pool in self.blocks():
+            pool[target] = pool[source]
 
 
 class WindowRings:
-    """Window KV of every layer: a ring of `sliding_window` rows per slot, and a staging area behind the rings.
+    """Window records of every layer, in one pool per layer: a ring of `ring` rows per slot, behind the rings (where
+    windows are stored) two replicas of a whole window per slot, behind those a staging area.
 
     A step stages its new rows first and commits them after the layer's attention, so a chunk of any length reads the
     rows before it from the ring and its own rows from the staging area, through one index.
+
+    The ring is longer than the window by what a verify step may write, so that nothing the window shows is overwritten
+    by drafts that are then rejected. A replica is the window below a multiple of 128, copied when a sequence passes it;
+    two of them take turns, so one is whole while the other is filled.
     """
 
-    def __init__(self, config: ModelConfig, max_num_seqs: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size = config.sliding_window
-        self.staging = max_num_seqs * self.size  # first staging row
-        self.pools = [
-            torch.zeros(self.staging + 1, config.head_dim, dtype=dtype, device=device)
-            for _ in range(config.num_hidden_layers)
-        ]
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_num_seqs: int,
+        kind: KVFormat | torch.dtype,
+        device: torch.device,
+        *,
+        drafts: int = 0,
+        replicas: bool = False,
+    ) -> None:
+        self.format = (kind if isinstance(kind, KVFormat) else KVFormat.plain(kind)).window
+        self.window, self.ring, self.replicas = config.sliding_window, ring_rows(config, drafts), replicas
+        self.replica_base = max_num_seqs * self.ring  # first replica row
+        self.staging = self.replica_base + (2 * max_num_seqs * self.window if replicas else 0)  # first staging row
+        width = self.format.width(config.head_dim)
+        self.pool = torch.zeros(
+            config.num_hidden_layers, self.staging + 1, width, dtype=self.format.dtype, device=device
+        )
 
     def stage(self, layer: int, kv: Tensor) -> Tensor:
-        """Put kv [N, D] behind the rings of a layer, growing the area when N is larger than ever. -> the pool."""
-        pool = self.pools[layer]
+        """Put kv [N, D] behind the rings of a layer, growing the area when N is larger than ever. -> its pool."""
         need = self.staging + kv.shape[0]
-        if pool.shape[0] < need:
-            grown = pool.new_zeros(need, pool.shape[1])
-            grown[: self.staging] = pool[: self.staging]
-            self.pools[layer] = pool = grown
-        pool.narrow(0, self.staging, kv.shape[0]).copy_(kv)
-        return pool
+        if self.pool.shape[1] < need:
+            layers, rows, width = self.pool.shape
+            grown = self.pool.new_zeros(layers, max(need, rows + (rows - self.staging) // 2), width)
+            grown[:, : self.staging] = self.pool[:, : self.staging]
+            self.pool = grown
+        self.pool[layer, self.staging : need] = self.format.encode(kv)
+        return self.pool[layer]
+
+    def ring_of(self, slot: int) -> slice:
+        return slice(slot * self.ring, (slot + 1) * self.ring)
+
+    def replica_of(self, slot: int, boundary: int) -> slice:
+        """Rows of the replica that the boundary's window is copied to."""
+        first = self.replica_base + (2 * slot + boundary // BLOCK_TOKENS % 2) * self.window
+        return slice(first, first + self.window)
+
+    def slot_rows(self, slot: int) -> list[slice]:
+        """Everything that a slot holds."""
+        if not self.replicas:
+            return [self.ring_of(slot)]
+        first = self.replica_base + 2 * slot * self.window
+        return [self.ring_of(slot), slice(first, first + 2 * self.window)]
 
     def copy_slot(self, source: int, target: int) -> None:
-        for pool in self.pools:
-            pool[target * self.size : (target + 1) * self.size] = pool[source * self.size : (source + 1) * self.size]
+        for take, put in zip(self.slot_rows(source), self.slot_rows(target), strict=True):
+            self.pool[:, put] = self.pool[:, take]
 
 
 class OpenRows:
-    """The pending row (value, gate) of each ratio-2 source whose group is still open, float32 [slots, 2, D]."""
+    """First rows (value, gate) of the pairs of each ratio-2 source, for pairs whose second token comes in a later step.
 
-    def __init__(self, config: ModelConfig, max_num_seqs: int, device: torch.device) -> None:
+    Float32 [slots, pairs, 2, D] by layer. The row of even position p lies at p // 2 % pairs; nothing is erased when
+    drafts are rejected: the sequence's length says which row counts.
+    """
+
+    def __init__(self, config: ModelConfig, max_num_seqs: int, device: torch.device, *, drafts: int = 0) -> None:
+        self.pairs = open_pairs(drafts)
         self.rows = {
-            layer: torch.zeros(max_num_seqs, 2, config.head_dim, dtype=torch.float32, device=device)
+            layer: torch.zeros(max_num_seqs, self.pairs, 2, config.head_dim, dtype=torch.float32, device=device)
             for layer in config.kv_source_layer_ids
             if config.ratio(layer) == 2
         }
@@ -80,3 +123,14 @@ class OpenRows:
     def copy_slot(self, source: int, target: int) -> None:
         for rows in self.rows.values():
             rows[target] = rows[source]
+
+
+class LastTokens:
+    """Ids of the newest tokens of every slot, for the n-grams of the next step: int64 [slots, size], -1 = image token.
+
+    Position p lies at p % size. size: what the longest n-gram looks back, and as many as may be taken back.
+    """
+
+    def __init__(self, config: ModelConfig, max_num_seqs: int, device: torch.device, *, drafts: int = 0) -> None:
+        size = lookback(config) + drafts if lookback(config) else 0
+        self.ids = torch.full((max_num_seqs, size), -1, dtype=torch.int64, device=device)

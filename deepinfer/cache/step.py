@@ -1,21 +1,38 @@
-"""What one step sees of the cache: every index that the layers need, worked out once, and the reads and writes."""
+"""What one step sees of the cache: every index that the layers need, worked out once, and the reads and writes.
+
+Chunks are planned on the host, in numpy, for all of them at once; what has one value per row and key is worked out by
+the kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.cache.blocks import BLOCK_TOKENS
+from deepinfer.cache.records import OpenRows, PagedRecords, WindowRings
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
 
-if TYPE_CHECKING:
-    from deepinfer.cache.cache import Cache
-
 SEGMENT_ROWS = 512  # index scores are made for at most this many rows of a chunk: 512 x 8,192 entries x 4 bytes = 16 MB
+
+
+class StepStore(Protocol):
+    """The tensors that a step reads and writes; `storage.CacheStorage` has them."""
+
+    tables: Tensor  # int64 [slots, blocks per sequence]
+    records: dict[int, PagedRecords]
+    windows: WindowRings
+    open_rows: OpenRows
+    last_tokens: Tensor  # int64 [slots, size]
+
+    def advance(self, batch: Batch) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -32,142 +49,228 @@ class Segment:
 
 
 class StepView:
-    """Reads and writes of one step. Made by `Cache.begin`, used by the layers in order, then committed."""
+    """Reads and writes of one step. Made by `begin`, used by the layers in order, then committed.
 
-    def __init__(self, cache: Cache, batch: Batch) -> None:
+    Layers after the last KV source see a view of their own where the batch says so (`narrowed`).
+    """
+
+    def __init__(self, store: StepStore, batch: Batch) -> None:
         self.batch = batch
-        self._cache = cache
-        self._num_rows = batch.token_ids.numel()
-        self._tables = cache.tables
-        self.window_indices = self._plan_window_reads()
-        self._staged_rows, self._ring_targets = self._plan_window_commit()
-        self._closing, self._partners = self._plan_pairs()
+        self._store = store
+        self._entry_plans: dict[int, tuple[np.ndarray, Tensor, Tensor]] = {}  # by ratio: sources of one share it
         self._segments: dict[int, list[Segment]] = {}
-        self._targets: dict[int, Tensor] = {}  # by ratio, as above and below: sources of one ratio share their plan
-        self._entry_positions: dict[int, Tensor] = {}
+        self._visible: dict[int, Tensor] = {}
 
     def commit(self) -> None:
         """All layers have run: the step's tokens count as written."""
-        self._cache.advance(self.batch)
+        self._store.advance(self.batch)
+
+    @cached_property
+    def narrowed(self) -> tuple[Tensor, StepView] | None:
+        """Rows that go past the last KV source (int64 [M]) and the view of the layers there; None where that is all
+        rows with all that their windows show."""
+        batch = self.batch
+        shown = np.maximum(batch.window_floors, batch.starts - self._store.windows.window + 1)
+        if not (batch.keep_from > np.maximum(shown, 0)).any():
+            return None
+        rows, kept = batch.narrowed()
+        return batch.to_device(rows), type(self)(self._store, kept)
 
     # -- window ---------------------------------------------------------------------------------------------------
 
-    def _plan_window_reads(self) -> Tensor:
-        """Rows of positions max(0, p - W + 1) .. p, oldest first, then -1: int64 [N, W]."""
-        batch, rings = self.batch, self._cache.windows
-        return select.window_rows(batch.positions, batch.slots, batch.row_starts, rings.size, rings.staging)
+    @cached_property
+    def window_indices(self) -> Tensor:
+        """Rows of positions max(window_floor, p - W + 1) .. p, oldest first, then -1: int64 [N, W]."""
+        batch, rings = self.batch, self._store.windows
+        floors = batch.to_device(batch.per_row(np.minimum(batch.window_floors, batch.starts)))
+        return select.window_rows(
+            batch.positions, batch.slots, batch.row_starts, floors, rings.window, rings.ring, rings.staging
+        )
 
-    def _plan_window_commit(self) -> tuple[Tensor, Tensor]:
-        batch, size = self.batch, self._cache.windows.size
-        ends = (batch.starts + batch.lengths)[batch.chunk_of]
-        rows = (batch.positions >= ends - size).nonzero().squeeze(1)  # the last W rows of each chunk
-        return self._cache.windows.staging + rows, batch.slots[rows] * size + batch.positions[rows] % size
+    @cached_property
+    def _window_copies(self) -> tuple[Tensor, Tensor]:
+        """Targets and sources in a layer's pool: windows that a chunk passes to their replicas, then the last rows of
+        every chunk to the rings. In this order: the replicas read what the rings are about to lose."""
+        batch, rings = self.batch, self._store.windows
+        positions = batch.row_positions
+        rows = np.arange(batch.num_rows)
+        if batch.num_rows and int(batch.lengths.max()) > rings.ring:
+            rows = np.flatnonzero(positions >= batch.per_row(batch.ends - rings.ring))
+        slots = batch.per_row(batch.chunk_slots)[rows]
+        targets, sources = slots * rings.ring + positions[rows] % rings.ring, rings.staging + rows
+        if rings.replicas:
+            kept = self._replica_copies()
+            if kept is not None:
+                targets, sources = np.concatenate((kept[0], targets)), np.concatenate((kept[1], sources))
+        return batch.to_device(targets), batch.to_device(sources)
 
-    def stage_window(self, layer: int, kv: Tensor) -> Tensor:
-        """Show this step's window entries [N, D] of a layer to its attention -> the pool of window_indices."""
-        return self._cache.windows.stage(layer, kv)
+    def _replica_copies(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """For chunks with start < b <= end, b the last multiple of 128: positions [b - W, b) to the slot's replica."""
+        batch, rings = self.batch, self._store.windows
+        passed = crossings(batch)
+        if not len(passed):
+            return None
+        boundary = (batch.ends[passed] // BLOCK_TOKENS * BLOCK_TOKENS)[:, None]  # [crossings, 1]
+        slots, starts, first_rows = (a[passed, None] for a in (batch.chunk_slots, batch.starts, batch.first_rows))
+        offsets = np.arange(rings.window)
+        positions = boundary - rings.window + offsets  # [crossings, W]
+        stored = slots * rings.ring + positions % rings.ring
+        sources = np.where(positions >= starts, rings.staging + first_rows + positions - starts, stored)
+        targets = rings.replica_base + (2 * slots + boundary // BLOCK_TOKENS % 2) * rings.window + offsets
+        real = positions >= 0  # a window longer than 128 has no rows before the sequence
+        return targets[real], sources[real]
+
+    def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Show this step's window entries [N, D] of a layer to its attention -> the pool, and the rows of it that each
+        row reads, int64 [N, W], -1 = none."""
+        return self._store.windows.stage(layer, kv), self.window_indices
 
     def commit_window(self, layer: int) -> None:
         """After the layer's attention: the staged rows take their places in the rings."""
-        rings = self._cache.windows
-        select.copy_rows(rings.pools[layer], self._ring_targets, self._staged_rows)
+        targets, sources = self._window_copies
+        select.copy_rows(self._store.windows.pool[layer], targets, sources)
 
     # -- compressed entries ---------------------------------------------------------------------------------------
 
-    def _plan_pairs(self) -> tuple[Tensor, Tensor]:
-        """Ratio 2: rows that close a group (odd positions) and where the group's first token stands: a row of this
-        step, or N + slot for the open row of the cache."""
-        batch = self.batch
-        closing = (batch.positions % 2 == 1).nonzero().squeeze(1)
-        in_chunk = batch.positions[closing] > batch.row_starts[closing]
-        return closing, torch.where(in_chunk, closing - 1, self._num_rows + batch.slots[closing])
+    def _entry_plan(self, layer: int) -> tuple[np.ndarray, Tensor, Tensor]:
+        """Rows whose token completes an entry of the source that is not in the cache yet, numpy [G]; positions of the
+        entries' first tokens; pool rows of the entries, int64 [G] both."""
+        records, batch = self._store.records[layer], self.batch
+        ratio = records.ratio
+        if ratio not in self._entry_plans:
+            closes = batch.row_positions % ratio == ratio - 1
+            if batch.write_from.any():
+                closes &= batch.row_positions >= batch.per_row(batch.write_from)
+            rows = np.flatnonzero(closes)
+            entries = batch.row_positions[rows] // ratio
+            slots = batch.to_device(batch.per_row(batch.chunk_slots)[rows])
+            targets = select.entry_rows(
+                self._store.tables, slots, batch.to_device(entries).unsqueeze(1), records.per_block
+            )
+            self._entry_plans[ratio] = rows, batch.to_device(entries * ratio), targets.squeeze(1)
+        return self._entry_plans[ratio]
+
+    @cached_property
+    def _pair_plan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+        """Ratio 2. For the pairs that close: rows of the second token, rows of the first, and where the first is not of
+        this step, which pairs those are and the open rows (slot * pairs + place) that hold it, None = no such pair.
+        Then rows of even positions near a chunk's end, and the open rows that they become."""
+        batch, pairs = self.batch, self._store.open_rows.pairs
+        layer = next(iter(self._store.open_rows.rows))
+        second, _, _ = self._entry_plan(layer)
+        positions, slots = batch.row_positions, batch.per_row(batch.chunk_slots)
+        outside = np.flatnonzero(positions[second] == batch.per_row(batch.starts)[second])
+        stored = slots[second[outside]] * pairs + (positions[second[outside]] - 1) // 2 % pairs
+        even = np.flatnonzero((positions % 2 == 0) & (positions >= batch.per_row(batch.ends - 2 * pairs)))
+        places = slots[even] * pairs + positions[even] // 2 % pairs
+        put = batch.to_device
+        return (
+            put(second),
+            put(np.maximum(second - 1, 0)),
+            put(outside) if len(outside) else None,
+            put(stored) if len(outside) else None,
+            put(even),
+            put(places),
+        )
 
     def close_pairs(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Ratio-2 source: rows float32 [N, 2, D] (value, gate) of this step -> first and second token of every group
-        that closes, [G, 2, D] each. A token left without its partner becomes the open row."""
-        open_rows = self._cache.open_rows.rows[layer]
-        first = torch.cat((rows, open_rows))[self._partners]
-        batch, last = self.batch, self.batch.last_rows
-        pending = batch.positions[last] % 2 == 0
-        open_rows[batch.chunk_slots[pending]] = rows[last[pending]]
-        return first, rows[self._closing]
+        """Ratio-2 source: rows float32 [N, 2, D] (value, gate) of this step -> first and second token of every pair
+        that closes, [G, 2, D] each. First tokens whose partner may come in a later step become open rows."""
+        second, first, outside, stored, even, places = self._pair_plan
+        open_rows = self._store.open_rows.rows[layer].flatten(0, 1)
+        firsts = rows[first]
+        if outside is not None and stored is not None:
+            firsts[outside] = open_rows[stored]
+        open_rows[places] = rows[even]
+        return firsts, rows[second]
 
-    def closing_rows(self, layer: int) -> Tensor:
-        """Rows of this step whose token completes an entry of the source, int64 [G]."""
-        if self._cache.records[layer].ratio == 1:
-            return torch.arange(self._num_rows, device=self._closing.device)
-        return self._closing
+    def closing_rows(self, layer: int) -> Tensor | None:
+        """Rows of this step whose token completes an entry that is to be written, int64 [G]; None = all rows."""
+        rows, _, _ = self._entry_plan(layer)
+        return None if len(rows) == self.batch.num_rows else self.batch.to_device(rows)
 
     def entry_positions(self, layer: int) -> Tensor:
-        """RoPE positions of the entries that this step completes: the first token of each group, int64 [G]."""
-        ratio = self._cache.records[layer].ratio
-        if ratio not in self._entry_positions:
-            self._entry_positions[ratio] = self.batch.positions[self.closing_rows(layer)] // ratio * ratio
-        return self._entry_positions[ratio]
+        """RoPE positions of the entries that this step writes: the first token of each group, int64 [G]."""
+        return self._entry_plan(layer)[1]
 
     def write_entries(self, layer: int, kv: Tensor, keys: Tensor) -> None:
-        """Store the entries completed by this step: kv [G, head_dim], keys [G, index_head_dim]."""
-        records = self._cache.records[layer]
-        if records.ratio not in self._targets:
-            entries = self.entry_positions(layer) // records.ratio
-            slots = self.batch.slots[self.closing_rows(layer)]
-            targets = select.entry_rows(self._tables, slots, entries.unsqueeze(1), records.per_block)
-            self._targets[records.ratio] = targets.squeeze(1)
-        records.kv[self._targets[records.ratio]] = kv
-        records.keys[self._targets[records.ratio]] = keys
+        """Records kv [G, head_dim] and keys [G, index_head_dim] of the entries that this step writes."""
+        self._store.records[layer].write(self._entry_plan(layer)[2], kv, keys)
 
     def kv_pool(self, layer: int) -> Tensor:
-        """Compressed records of a source, [rows, head_dim]."""
-        return self._cache.records[layer].kv
+        """Compressed records of a source, [rows, width]."""
+        return self._store.records[layer].kv
+
+    def key_pool(self, layer: int) -> Tensor:
+        """Index keys of a source, [rows, width]."""
+        return self._store.records[layer].keys
 
     def visible(self, layer: int) -> Tensor:
         """Entries of a source that each row may see, (p + 1) // ratio, int64 [N]."""
-        return (self.batch.positions + 1) // self._cache.records[layer].ratio
+        ratio = self._store.records[layer].ratio
+        if ratio not in self._visible:
+            self._visible[ratio] = self.batch.to_device((self.batch.row_positions + 1) // ratio)
+        return self._visible[ratio]
+
+    def most_visible(self, layer: int) -> int:
+        """The largest of `visible`."""
+        return int(self.batch.ends.max()) // self._store.records[layer].ratio
 
     def entry_rows(self, layer: int, entries: Tensor) -> Tensor:
         """Entries int64 [N, K] of each row's own sequence (-1 = none) -> rows of kv_pool, int64 [N, K]."""
-        return select.entry_rows(self._tables, self.batch.slots, entries, self._cache.records[layer].per_block)
-
-    def key_pool(self, layer: int) -> Tensor:
-        """Index keys of a source, [rows, index_head_dim]."""
-        return self._cache.records[layer].keys
+        return select.entry_rows(self._store.tables, self.batch.slots, entries, self._store.records[layer].per_block)
 
     def segments(self, layer: int) -> list[Segment]:
         """The step's rows in pieces that share their keys."""
-        ratio = self._cache.records[layer].ratio
+        ratio = self._store.records[layer].ratio
         if ratio not in self._segments:
             self._segments[ratio] = list(self._plan_segments(layer))
         return self._segments[ratio]
 
     def _plan_segments(self, layer: int) -> Iterator[Segment]:
-        batch, per_block, visible = self.batch, self._cache.records[layer].per_block, self.visible(layer)
-        single = (batch.lengths == 1).nonzero().squeeze(1)
-        if single.numel():
-            rows = batch.first_rows[single].unsqueeze(1)
-            yield self._segment(rows, batch.chunk_slots[single], visible, per_block)
-        for chunk in (batch.lengths > 1).nonzero().squeeze(1).tolist():
+        batch = self.batch
+        single = np.flatnonzero(batch.lengths == 1)
+        if len(single):
+            rows = batch.first_rows[single][:, None]
+            yield self._segment(layer, rows, batch.chunk_slots[single], int(batch.ends[single].max()))
+        for chunk in np.flatnonzero(batch.lengths > 1).tolist():
             first, length = int(batch.first_rows[chunk]), int(batch.lengths[chunk])
-            for start in range(first, first + length, SEGMENT_ROWS):
-                rows = torch.arange(start, min(start + SEGMENT_ROWS, first + length), device=visible.device)
-                yield self._segment(rows.unsqueeze(0), batch.chunk_slots[chunk : chunk + 1], visible, per_block)
+            for start in range(0, length, SEGMENT_ROWS):
+                end = min(start + SEGMENT_ROWS, length)
+                rows = np.arange(first + start, first + end)[None, :]
+                slots = batch.chunk_slots[chunk : chunk + 1]
+                yield self._segment(layer, rows, slots, int(batch.starts[chunk]) + end)
 
-    def _segment(self, rows: Tensor, slots: Tensor, visible: Tensor, per_block: int) -> Segment:
-        seen = visible[rows]
-        return Segment(rows, select.block_rows(self._tables, slots, int(seen.max()), per_block), seen)
+    def _segment(self, layer: int, rows: np.ndarray, slots: np.ndarray, end: int) -> Segment:
+        """end: position after the last of the rows."""
+        records, put = self._store.records[layer], self.batch.to_device
+        seen = (self.batch.row_positions[rows] + 1) // records.ratio
+        keys = select.block_rows(self._store.tables, put(slots), end // records.ratio, records.per_block)
+        return Segment(put(rows), keys, put(seen))
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 
-    def token_history(self, live_ids: Tensor) -> Tensor:
-        """live_ids int64 [N]: the step's token ids, -1 for dead (image) tokens -> int64 [N, n] for the longest
-        n-gram, column s the token s positions back, -1 before the sequence or dead. Remembers the last n - 1."""
-        batch, last_tokens = self.batch, self._cache.last_tokens
-        lookback = last_tokens.shape[1]
-        known = torch.cat((live_ids, last_tokens.flatten()))
-        shifts = torch.arange(lookback + 1, device=live_ids.device)
-        offset = batch.positions - batch.row_starts  # row within its chunk
-        row = torch.arange(self._num_rows, device=live_ids.device).unsqueeze(1)
-        before = lookback + offset.unsqueeze(1) - shifts  # column of last_tokens when the shift leaves the chunk
-        stored = self._num_rows + batch.slots.unsqueeze(1) * lookback + before
-        history = known[torch.where(shifts <= offset.unsqueeze(1), row - shifts, stored)]
-        last_tokens[batch.chunk_slots] = history[batch.last_rows, :lookback].flip(1)  # oldest first
+    def token_history(self, live_ids: Tensor, lookback: int) -> Tensor:
+        """live_ids int64 [N]: the step's token ids, -1 for dead (image) tokens -> int64 [N, lookback + 1], column s the
+        token s positions back, -1 before the sequence or dead. Remembers the newest."""
+        batch, store = self.batch, self._store.last_tokens
+        size, rows = store.shape[1], np.arange(batch.num_rows)
+        positions, slots = batch.row_positions, batch.per_row(batch.chunk_slots)
+        shifts = np.arange(lookback + 1)
+        wanted = positions[:, None] - shifts  # [N, lookback + 1] positions
+        own, nothing = wanted >= batch.per_row(batch.starts)[:, None], batch.num_rows + store.numel()
+        stored = batch.num_rows + slots[:, None] * size + wanted % size
+        places = np.where(own, rows[:, None] - shifts, np.where(wanted < 0, nothing, stored))
+        known = torch.cat((live_ids, store.flatten(), live_ids.new_full((1,), -1)))
+        history = known[batch.to_device(places)]
+        newest = rows
+        if int(batch.lengths.max()) > size:
+            newest = np.flatnonzero(positions >= batch.per_row(batch.ends - size))
+        targets = slots[newest] * size + positions[newest] % size
+        store.view(-1)[batch.to_device(targets)] = live_ids[batch.to_device(newest)]
         return history
+
+
+def crossings(batch: Batch) -> np.ndarray:
+    """Chunks that take their sequence over a multiple of 128 (start < b <= end), numpy [crossings]."""
+    return np.flatnonzero(batch.ends // BLOCK_TOKENS > batch.starts // BLOCK_TOKENS)

@@ -25,6 +25,7 @@ from deepinfer.kernels.reference import (
     indexer,
     norm,
     paging,
+    records,
     rope,
     router,
     selection,
@@ -85,8 +86,14 @@ def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tu
         return cpu.query_and_window(x, w, cos, sin)
     latent = rms_norm(project(x, w.wq_a, rounded=True), w.q_norm, w.eps)
     q = project(latent, w.wq_b, rounded=True).unflatten(1, (w.heads, w.head_dim))
-    kv = rms_norm(project(x, w.wkv, rounded=True), w.kv_norm, w.eps)
-    return latent, apply_rope(q, cos, sin), apply_rope(kv, cos, sin)
+    return latent, apply_rope(q, cos, sin), window_latents(x, w, cos, sin)
+
+
+def window_latents(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> Tensor:
+    """The third result of `query_and_window` alone, the same bits: for rows that leave keys behind and ask nothing."""
+    if w.packed is not None and _fast(x):
+        return cpu.window_latents(x, w, cos, sin)
+    return apply_rope(rms_norm(project(x, w.wkv, rounded=True), w.kv_norm, w.eps), cos, sin)
 
 
 def grouped_output(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tensor:
@@ -169,11 +176,11 @@ def sparse_attention(
 
 
 def index_scores(queries: Tensor, pool: Tensor, key_rows: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
-    """queries [B, T, H, D], pool [rows, D], key_rows int64 [B, M], weights [B, T, H], visible int64 [B, T] -> float32
-    [B, T, M], -inf where not visible."""
+    """queries [B, T, H, D], pool [rows, D] (or packed keys), key_rows int64 [B, M], weights [B, T, H], visible int64
+    [B, T] -> float32 [B, T, M], -inf where not visible."""
     if _fast(queries):
         return cpu.index_scores(queries, pool, key_rows, weights, visible)
-    scores = indexer.index_scores(queries, pool[key_rows], weights)
+    scores = indexer.index_scores(queries, records.key_values(pool[key_rows]), weights)
     hidden = torch.arange(key_rows.shape[1], device=visible.device) >= visible.unsqueeze(-1)
     return scores.masked_fill(hidden, float("-inf"))
 
@@ -228,9 +235,11 @@ def _whole_numbers(x: Tensor) -> bool:
     return cpu_twins(x.device, torch.float32)
 
 
-def window_rows(positions: Tensor, slots: Tensor, starts: Tensor, size: int, staging: int) -> Tensor:
+def window_rows(
+    positions: Tensor, slots: Tensor, starts: Tensor, floors: Tensor, window: int, ring: int, staging: int
+) -> Tensor:
     run = cpu.window_rows if _whole_numbers(positions) else paging.window_rows
-    return run(positions, slots, starts, size, staging)
+    return run(positions, slots, starts, floors, window, ring, staging)
 
 
 def entry_rows(tables: Tensor, slots: Tensor, entries: Tensor, per_block: int) -> Tensor:

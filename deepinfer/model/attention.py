@@ -50,11 +50,48 @@ class Attention:
 
     def __call__(self, x: Tensor, state: StepState, selection: Selection) -> Tensor:
         """x [N, D], normalised -> [N, D]. Reads and writes the step's state; updates `selection` at index sources."""
-        cos, sin = state.window_rope if self.kv_source is None else state.compressed_query_rope
+        cos, sin = state.query_rope(self.kv_source is not None)
         latent_query, q, kv = select.query_and_window(x, self.queries, cos, sin)
+        window = self._leave_keys(x, kv, state)
+        y = self._ask(x, latent_query, q, window, state, selection)
+        state.commit_window(self.layer)
+        return y
+
+    def narrowing(self, x: Tensor, state: StepState, selection: Selection) -> Tensor:
+        """The last KV source where not all rows go on: all of x [N, D] leave their keys, then the step narrows, and the
+        kept rows ask, with all that their windows hold -> [M, D] (spec/engine.md 3.8)."""
+        kept, commit_window = state.kept, state.commit_window
+        assert kept is not None
+        cos, sin = state.query_rope(self.kv_source is not None)
+        pool, indices = self._leave_keys(x, select.window_latents(x, self.queries, cos, sin), state)
+        state.narrow()
+        y, x = x.new_empty(0, x.shape[1]), x[kept]
+        if len(kept):
+            cos, sin = state.query_rope(self.kv_source is not None)
+            latent_query, q, _ = select.query_and_window(x, self.queries, cos, sin)
+            y = self._ask(x, latent_query, q, (pool, indices[kept]), state, selection)
+        commit_window(self.layer)
+        return y
+
+    def _leave_keys(self, x: Tensor, kv: Tensor, state: StepState) -> tuple[Tensor, Tensor]:
+        """Window entries into the staging area, compressed entries and index keys into their blocks -> what
+        `stage_window` gives."""
         window = state.stage_window(self.layer, self.numerics.window_record(kv))
         if self.compressor is not None:
             self.compressor(x, state)
+        return window
+
+    def _ask(
+        self,
+        x: Tensor,
+        latent_query: Tensor,
+        q: Tensor,
+        window: tuple[Tensor, Tensor],
+        state: StepState,
+        selection: Selection,
+    ) -> Tensor:
+        """Choose entries where this is an index source, attend, project -> [N, D]."""
+        cos, sin = state.query_rope(self.kv_source is not None)
         if self.indexer is not None:
             self.indexer.select(x, latent_query, cos, sin, state, selection)
         kv_pool, kv_rows = None, None
@@ -62,6 +99,5 @@ class Attention:
             assert selection.entries is not None
             kv_pool = state.kv_pool(self.kv_source)
             kv_rows = state.selected_rows(self.kv_source, selection.entries)
-        o = select.sparse_attention(q, window, state.window_indices, kv_pool, kv_rows, self.sink, self.scale)
-        state.commit_window(self.layer)
+        o = select.sparse_attention(q, *window, kv_pool, kv_rows, self.sink, self.scale)
         return select.grouped_output(o, self.output, cos, sin)

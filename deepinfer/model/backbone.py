@@ -39,26 +39,26 @@ class DeepseekV41:
         self.hashes = NgramHash(config, tokenizer_file, source.device) if config.engram_layer_ids else None
         self.trace: Trace | None = None  # receives (name, tensor) of every intermediate that the golden trace names
 
-    def forward(self, chunks: Sequence[Chunk], cache: ModelCache) -> Tensor:
+    def forward(self, chunks: Batch | Sequence[Chunk], cache: ModelCache) -> Tensor:
         """One step over chunks of many sequences -> logits float32 [sum of num_logits, vocab], in chunk order.
 
         Writes the chunks' state into the cache. ValueError, before anything is written: a chunk that does not start
         where its sequence ends, blocks not reserved, a token id outside the vocabulary.
         """
-        batch = Batch.from_chunks(chunks, self.device)
+        batch = chunks if isinstance(chunks, Batch) else Batch.from_chunks(chunks, self.device)
         if not 0 <= int(batch.token_ids.min()) <= int(batch.token_ids.max()) < self.config.vocab_size:
             raise ValueError(f"token ids must be in 0 .. {self.config.vocab_size - 1}")
         view = cache.begin(batch)
         dead = batch.token_ids == self.config.image_token_id
         state = StepState(view, self.rotations, dead if bool(dead.any()) else None, self.trace)
         with torch.no_grad(), select.step_threads(self.device, self.numerics.dtype):
-            hidden = self._hidden(batch, state)
-            logits = self._logits(hidden[batch.logit_rows])
+            hidden = self._hidden(batch, state)  # of the rows that came this far
+            logits = self._logits(hidden[state.view.batch.logit_rows])
         view.commit()
         return logits
 
     def _hidden(self, batch: Batch, state: StepState) -> Tensor:
-        """Final normalised hidden states [N, D]."""
+        """Final normalised hidden states [N, D]: of the kept rows where the step narrows."""
         embedded = F.embedding(batch.token_ids, self.embed).to(self.numerics.dtype)
         stream = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)  # [N, copies, D]
         pre = torch.zeros(stream.shape[:2], device=self.device)
@@ -67,6 +67,8 @@ class DeepseekV41:
         selection = Selection()
         for block in self.blocks:
             stream, pre = block(stream, pre, rows.get(block.layer), state, selection)
+            if not len(stream):  # no row of this step goes past the last KV source
+                return stream[:, 0]
         state.trace("stream_out", stream)
         hidden = select.hyper_collapse_norm(stream, pre, self.norm, self.config.rms_norm_eps)
         state.trace("final_hidden", hidden)
@@ -76,10 +78,13 @@ class DeepseekV41:
         """Table rows of this step's tokens for every Engram layer, int64 [N, columns] each."""
         if self.hashes is None:
             return {}
-        history = state.view.token_history(self.hashes.live(batch.token_ids))
+        live = self.hashes.live(batch.token_ids)
+        history = state.view.token_history(live, self.config.engram_max_ngram_size - 1)
         rows = self.hashes.rows(history)
         state.trace("engram_hashes", torch.stack(rows, dim=1))
         return dict(zip(self.hashes.layers, rows, strict=True))
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        if not len(hidden):
+            return torch.empty(0, self.config.vocab_size, device=self.device)
         return select.project(hidden.float(), self.head, rounded=False)

@@ -8,7 +8,7 @@ from deepinfer.kernels import select
 from deepinfer.model.attention import Attention
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.engram import Engram
-from deepinfer.model.hyper import HyperConnection, Update
+from deepinfer.model.hyper import HyperCoefficients, HyperConnection, Update
 from deepinfer.model.indexer import Selection
 from deepinfer.model.moe import MixtureOfExperts
 from deepinfer.model.numerics import Numerics
@@ -24,6 +24,7 @@ class Block:
         self.layer = layer
         has_engram = config.engram_index(layer) is not None
         self.engram = Engram(config, source, prefix, numerics) if has_engram else None
+        self.narrows = layer == max(config.kv_source_layer_ids, default=-1)
         self.hc_attn = HyperConnection(config, source, prefix, "attn")
         self.hc_ffn = HyperConnection(config, source, prefix, "ffn")
         self.attention = Attention(config, source, layer, numerics)
@@ -34,7 +35,8 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """stream [N, copies, D] and pre [N, copies] (from the sub-layer before) -> the same two for the next block.
 
-        A sub-layer is collapsed with the pre of the one before it; its own pre serves the next one.
+        A sub-layer is collapsed with the pre of the one before it; its own pre serves the next one. At the last KV
+        source the rows that end there drop out once they have left their keys: the results are those of `state.kept`.
         """
         name = f"layers.{self.layer}"
         if self.engram is not None:
@@ -44,7 +46,14 @@ class Block:
         state.trace(f"{name}.stream_in", stream)
 
         _, x, mixing = self.hc_attn.enter(stream, None, pre)
-        y = self.attention(x, state, selection)
+        kept = state.kept if self.narrows else None
+        if kept is None:
+            y = self.attention(x, state, selection)
+        else:
+            y = self.attention.narrowing(x, state, selection)
+            stream, x, mixing = stream[kept], x[kept], HyperCoefficients(*(part[kept] for part in mixing))
+            if not len(kept):
+                return stream, mixing.pre
         self._trace_part(state, f"{name}.hc_attn", mixing, f"{name}.attn", x, y)
 
         stream, x, following = self.hc_ffn.enter(stream, Update(y, mixing.post, mixing.comb), mixing.pre)

@@ -43,6 +43,8 @@ class Compressor:
 
     def _latents(self, x: Tensor, state: StepState) -> Tensor:
         if self.wgate is None:
+            rows = state.closing_rows(self.layer)
+            x = x if rows is None else x[rows]
             return select.rms_norm(select.project(x, self.wkv, rounded=False), self.norm, self.eps)
         wide = x.float()  # ratio 2 projects, weighs and pools in float32 whatever the activations are
         values, gates = (select.project(wide, weight, rounded=False) for weight in (self.wkv, self.wgate))

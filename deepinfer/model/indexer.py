@@ -63,7 +63,7 @@ class Indexer:
         queries = select.project(latent_query, self.wq_b, rounded=True).unflatten(1, (self.heads, self.dim))
         queries = self.numerics.index_record(select.apply_rope(queries, cos, sin))  # [N, heads, dim]
         weights = select.project(x, self.weights_proj, rounded=False) * self.scale  # [N, heads]
-        width = min(self.topk, max(1, int(state.visible(self.kv_source).max())))
+        width = min(self.topk, max(1, state.most_visible(self.kv_source)))
         entries = torch.full((x.shape[0], width), -1, dtype=torch.int64, device=x.device)
         if self.publishes:
             selection.candidates = []

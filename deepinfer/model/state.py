@@ -31,20 +31,24 @@ class CacheView(Protocol):
     """One step's reads and writes of a cache; `cache.step.StepView` implements it and says the shapes."""
 
     batch: Batch
-    window_indices: Tensor
 
-    def stage_window(self, layer: int, kv: Tensor) -> Tensor: ...
+    @property
+    def narrowed(self) -> tuple[Tensor, CacheView] | None: ...
+
+    def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]: ...
     def commit_window(self, layer: int) -> None: ...
     def commit(self) -> None: ...
     def close_pairs(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]: ...
+    def closing_rows(self, layer: int) -> Tensor | None: ...
     def entry_positions(self, layer: int) -> Tensor: ...
     def write_entries(self, layer: int, kv: Tensor, keys: Tensor) -> None: ...
     def kv_pool(self, layer: int) -> Tensor: ...
     def key_pool(self, layer: int) -> Tensor: ...
     def visible(self, layer: int) -> Tensor: ...
+    def most_visible(self, layer: int) -> int: ...
     def entry_rows(self, layer: int, entries: Tensor) -> Tensor: ...
     def segments(self, layer: int) -> Sequence[Segment]: ...
-    def token_history(self, live_ids: Tensor) -> Tensor: ...
+    def token_history(self, live_ids: Tensor, lookback: int) -> Tensor: ...
 
 
 class ModelCache(Protocol):
@@ -70,24 +74,42 @@ class Rotations:
 
 
 class StepState:
-    """Handed through the layers. Everything that touches the cache goes to the view unchanged."""
+    """Handed through the layers. Everything that touches the cache goes to the view unchanged.
+
+    kept: rows that go past the last KV source, int64 [M]; None = all. `narrow` leaves the others behind.
+    """
 
     def __init__(self, view: CacheView, rotations: Rotations, dead: Tensor | None, trace: Trace | None) -> None:
         positions = view.batch.positions
-        self.view = view
         self.dead = dead  # bool [N], image tokens; None = none in this step
         self.window_rope = rope_angles(positions, rotations.window.to(positions.device))
         self._compressed = rotations.compressed.to(positions.device)
         self.compressed_query_rope = rope_angles(positions, self._compressed)
         self._trace = trace
-        self._selected: tuple[int, Tensor, Tensor] | None = None
+        self._look_at(view)
+        self.kept = None if view.narrowed is None else view.narrowed[0]
 
-        self.window_indices = view.window_indices
+    def _look_at(self, view: CacheView) -> None:
+        self.view = view
+        self._selected: tuple[int, Tensor, Tensor] | None = None
         self.stage_window, self.commit_window = view.stage_window, view.commit_window
-        self.close_pairs, self.entry_positions = view.close_pairs, view.entry_positions
-        self.write_entries = view.write_entries
+        self.close_pairs, self.closing_rows = view.close_pairs, view.closing_rows
+        self.entry_positions, self.write_entries = view.entry_positions, view.write_entries
         self.kv_pool, self.key_pool = view.kv_pool, view.key_pool
-        self.visible, self.segments = view.visible, view.segments
+        self.visible, self.most_visible, self.segments = view.visible, view.most_visible, view.segments
+
+    def narrow(self) -> None:
+        """From here on there are only the kept rows, and the view that they have of the cache."""
+        assert self.view.narrowed is not None
+        kept, view = self.view.narrowed
+        self.dead = None if self.dead is None else self.dead[kept]
+        self.window_rope = self.window_rope[0][kept], self.window_rope[1][kept]
+        self.compressed_query_rope = self.compressed_query_rope[0][kept], self.compressed_query_rope[1][kept]
+        self._look_at(view)
+
+    def query_rope(self, compressed: bool) -> tuple[Tensor, Tensor]:
+        """Rotation of the rows' own positions: cos, sin [N, dim / 2]."""
+        return self.compressed_query_rope if compressed else self.window_rope
 
     def compressed_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotation of compressed entries at their groups' first positions, int64 [G] -> cos, sin [G, dim / 2]."""

@@ -307,10 +307,12 @@ def test_rows_of_pools_are_the_same_as_the_references(size, chunks, per_block, s
     tables = torch.randint(0, 50, (5, 10), generator=g)
     entries = torch.randint(-1, 9 * per_block, (len(positions), 7), generator=g)
     count = int(torch.randint(0, 9 * per_block, (1,), generator=g))
+    floors = (starts - torch.randint(0, 2 * size, (1,), generator=g)).clamp_min(0)
+    ring = size + int(torch.randint(0, 7, (1,), generator=g))
 
     def run() -> list[torch.Tensor]:
         return [
-            select.window_rows(positions, slots, starts, size, 5 * size),
+            select.window_rows(positions, slots, starts, floors, size, ring, 5 * ring),
             select.entry_rows(tables, slots, entries, per_block),
             select.block_rows(tables, slots[:3], count, per_block),
         ]
@@ -319,6 +321,8 @@ def test_rows_of_pools_are_the_same_as_the_references(size, chunks, per_block, s
     with select.reference_only():
         for a, b in zip(got, run(), strict=True):
             assert torch.equal(a, b)
-    # the newest key of every row's window is its own entry, just staged
-    newest = got[0].gather(1, positions.clamp_max(size - 1).unsqueeze(1)).squeeze(1)
-    assert torch.equal(newest, 5 * size + torch.arange(len(positions)))
+    # every row sees what lies between its floor and itself, and the newest key is its own entry, just staged
+    seen = (positions - floors + 1).clamp_max(size)
+    assert torch.equal((got[0] >= 0).sum(1), seen)
+    newest = got[0].gather(1, seen.unsqueeze(1) - 1).squeeze(1)
+    assert torch.equal(newest, 5 * ring + torch.arange(len(positions)))

@@ -29,7 +29,7 @@ SIGNATURES = {
     "rms_norm_f32": "ppiifp",
     "apply_rope_f32": "pppiiiifp",
     "copy_rows": "pppii",
-    "window_rows": "pppiiip",
+    "window_rows": "ppppiiiip",
     "entry_rows": "pippiiip",
     "block_rows": "pipiiip",
     "table_rows_f32": "pppiiipp",

@@ -37,6 +37,13 @@ def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tu
     return latent, q, kv
 
 
+def window_latents(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> Tensor:
+    x = x.contiguous()
+    kv = torch.empty(x.shape[0], w.head_dim)
+    call("query_and_window_f32", w.address, x, cos, sin, x.shape[0], None, None, kv)
+    return kv
+
+
 def grouped_output(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tensor:
     """`o` is turned back in place."""
     assert w.packed is not None
@@ -140,9 +147,11 @@ def table_rows(codes: int, scales: int, ids: Tensor, rows: int, width: int) -> t
     return out, not bool(bad)
 
 
-def window_rows(positions: Tensor, slots: Tensor, starts: Tensor, size: int, staging: int) -> Tensor:
-    rows = torch.empty(positions.numel(), size, dtype=torch.int64)
-    call("window_rows", positions, slots, starts, positions.numel(), size, staging, rows)
+def window_rows(
+    positions: Tensor, slots: Tensor, starts: Tensor, floors: Tensor, window: int, ring: int, staging: int
+) -> Tensor:
+    rows = torch.empty(positions.numel(), window, dtype=torch.int64)
+    call("window_rows", positions, slots, starts, floors, positions.numel(), window, ring, staging, rows)
     return rows
 
 

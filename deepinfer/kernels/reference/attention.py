@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.reference import records
+
 BLOCK = 64  # keys per step of the official online softmax: what fixes where probabilities are rounded to bf16
 ROWS = 64  # queries gathered at once: 64 x 640 keys x 512 x 4 bytes = 84 MB with the real sizes, 7 MB with nano's
 
@@ -20,20 +22,21 @@ def sparse_attention(
 ) -> Tensor:
     """q [N, H, D] over window_pool [rows, D] at window_indices int64 [N, W], then kv_pool at kv_indices [N, K].
 
-    -1 = empty. sink float32 [H]. -> [N, H, D] in q's dtype. A latent is key and value at once. The sink joins the
-    denominator unscaled and carries no value; a query with no key gives 0. float32 queries: one exact softmax. Other
-    dtypes: the official numerics, an online softmax over blocks of 64 in list order (window first) whose probabilities
-    are rounded to the query's dtype before they meet the values.
+    The pools may hold packed records (uint8, `records.py`). -1 = empty. sink float32 [H]. -> [N, H, D] in q's dtype. A
+    latent is key and value at once. The sink joins the denominator unscaled and carries no value; a query with no key
+    gives 0. float32 queries: one exact softmax. Other dtypes: the official numerics, an online softmax over blocks of
+    64 in list order (window first) whose probabilities are rounded to the query's dtype before they meet the values.
     """
     out = torch.empty_like(q)
     for start in range(0, q.shape[0], ROWS):
         rows = slice(start, start + ROWS)
         indices = window_indices[rows]
-        latents = window_pool[indices.clamp_min(0)]  # [n, W, D]
+        latents = records.window_values(window_pool[indices.clamp_min(0)])  # [n, W, D]
         if kv_pool is not None and kv_indices is not None:
-            latents = torch.cat((latents, kv_pool[kv_indices[rows].clamp_min(0)]), dim=1)  # [n, W + K, D]
+            compressed = records.compressed_values(kv_pool[kv_indices[rows].clamp_min(0)])
+            latents = torch.cat((latents, compressed), dim=1)  # [n, W + K, D]
             indices = torch.cat((indices, kv_indices[rows]), dim=1)
-        latents = latents.float()
+        latents = latents.masked_fill((indices < 0).unsqueeze(-1), 0.0)  # what -1 reads instead may be anything
         logits = torch.bmm(q[rows].float(), latents.transpose(1, 2)) * scale  # [n, H, W + K]
         logits.masked_fill_((indices < 0).unsqueeze(1), float("-inf"))
         softmax = _softmax if q.dtype == torch.float32 else _online_softmax

@@ -6,17 +6,22 @@ import torch
 from torch import Tensor
 
 
-def window_rows(positions: Tensor, slots: Tensor, starts: Tensor, size: int, staging: int) -> Tensor:
-    """Rows of positions max(0, p - size + 1) .. p for every row of a step, oldest first, then -1: int64 [N, size].
+def window_rows(
+    positions: Tensor, slots: Tensor, starts: Tensor, floors: Tensor, window: int, ring: int, staging: int
+) -> Tensor:
+    """Rows of positions max(floor, p - window + 1) .. p for every row of a step, oldest first, then -1: int64
+    [N, window].
 
-    positions, slots, starts int64 [N]; starts = first position of the row's chunk. A position of the chunk lies in
-    the staging area (row i of the step at staging + i), an earlier one in the slot's ring.
+    positions, slots, starts, floors int64 [N]; starts = first position of the row's chunk, floors = lowest position
+    that a row may see, at least 0 and at most p. A position of the chunk lies in the staging area (row i of the step at
+    staging + i), an earlier one in the slot's ring of `ring` rows, at position % ring.
     """
-    wanted = (positions.unsqueeze(1) - size + 1).clamp_min(0) + torch.arange(size, device=positions.device)
+    first = torch.maximum(positions - window + 1, floors).unsqueeze(1)
+    wanted = first + torch.arange(window, device=positions.device)
     row = torch.arange(positions.numel(), device=positions.device).unsqueeze(1)
     staged = staging + row - (positions.unsqueeze(1) - wanted)
-    ring = slots.unsqueeze(1) * size + wanted % size
-    rows = torch.where(wanted >= starts.unsqueeze(1), staged, ring)
+    stored = slots.unsqueeze(1) * ring + wanted % ring
+    rows = torch.where(wanted >= starts.unsqueeze(1), staged, stored)
     return torch.where(wanted <= positions.unsqueeze(1), rows, -1)
 
 

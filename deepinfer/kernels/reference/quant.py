@@ -71,7 +71,7 @@ def fake_quantize_fp8(x: Tensor) -> Tensor:
     return dequantize_fp8(*quantize_fp8(x)).to(x.dtype)
 
 
-def _fp4_codes(v: Tensor) -> Tensor:
+def fp4_codes(v: Tensor) -> Tensor:
     """Scaled values -> e2m1 codes (uint8, bit 3 = sign), round to nearest, ties to the even code, saturating."""
     magnitude = v.abs()
     code = torch.bucketize(magnitude, _STRICT.to(v.device), right=False)  # boundaries strictly below the magnitude
@@ -83,7 +83,7 @@ def quantize_fp4_e8m0(x: Tensor) -> tuple[Tensor, Tensor]:
     """Index queries and keys: [..., K] -> unpacked e2m1 codes uint8 [..., K], power-of-two scales [..., K / 32]."""
     v = _grouped(x, FP8_GROUP)
     scale = _ceil_log2_scale(v.abs().amax(-1).clamp_min(FP4_E8M0_AMAX_FLOOR), FP4_MAX)
-    return _fp4_codes(v / scale.unsqueeze(-1)).flatten(-2), scale
+    return fp4_codes(v / scale.unsqueeze(-1)).flatten(-2), scale
 
 
 def quantize_fp4_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def quantize_fp4_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     v = _grouped(x, FP4_KV_GROUP)
     amax = v.abs().amax(-1).clamp_min(FP4_E4M3_AMAX_FLOOR)
     scale = (amax / FP4_MAX).clamp_max(FP8_MAX).to(torch.float8_e4m3fn).float()
-    return _fp4_codes(v / scale.unsqueeze(-1)).flatten(-2), scale
+    return fp4_codes(v / scale.unsqueeze(-1)).flatten(-2), scale
 
 
 def dequantize_fp4(codes: Tensor, scale: Tensor) -> Tensor:

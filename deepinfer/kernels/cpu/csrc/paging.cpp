@@ -1,14 +1,19 @@
 // Rows of pools for the windows, entries and keys of a step; the three functions of reference/paging.py.
+#include <algorithm>
 #include "common.h"
 
-extern "C" void window_rows(const int64_t* positions, const int64_t* slots, const int64_t* starts, int64_t N, int64_t size,
-                            int64_t staging, int64_t* rows, int) {
+extern "C" void window_rows(const int64_t* positions, const int64_t* slots, const int64_t* starts, const int64_t* floors,
+                            int64_t N, int64_t window, int64_t ring, int64_t staging, int64_t* rows, int) {
   for (int64_t n = 0; n < N; ++n) {
-    int64_t p = positions[n], first = p - size + 1 > 0 ? p - size + 1 : 0, *out = rows + n * size;
-    for (int64_t j = 0; j < size; ++j) {
-      int64_t wanted = first + j;
-      out[j] = wanted > p ? -1 : wanted >= starts[n] ? staging + n - (p - wanted) : slots[n] * size + wanted % size;
+    int64_t p = positions[n], first = p - window + 1 > floors[n] ? p - window + 1 : floors[n], *out = rows + n * window;
+    int64_t staged = starts[n] > first ? starts[n] : first;  // from here on the positions are the step's own
+    int64_t place = first % ring, base = slots[n] * ring;
+    for (int64_t q = first; q < staged; ++q) {  // in order around the ring: no division per key
+      *out++ = base + place;
+      if (++place == ring) place = 0;
     }
+    for (int64_t q = staged; q <= p; ++q) *out++ = staging + n - (p - q);
+    std::fill(out, rows + (n + 1) * window, -1);
   }
 }
 
