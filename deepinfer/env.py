@@ -111,13 +111,13 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "yoco_truncation_mode", "compact, off",
         _choice("compact", "off"), "off",
-        "`compact` runs the decoder half of the model on the last tokens of a prompt only. Faster, not exact.",
-        "engine", planned=True,
+        "`compact` runs the layers after the last KV source on the last tokens of a prompt only: faster, not exact. "
+        "Requests with `prompt_logprobs` and `LLM.logits` still compute everything.", "LLM, engine",
     ),
     Variable(
         "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "yoco_keep_tokens", "integer >= 134", _count(134), 140,
-        "Prompt tokens that the decoder half keeps in `compact` mode. 134 = 128 window + 6 of a verify step.",
-        "engine", planned=True,
+        "Tokens at a prompt's end that run through all layers in `compact` mode. 134 = 128 window + 6 rows of a verify "
+        "step.", "LLM, engine",
     ),
     Variable(
         "DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS", "num_extra_experts", "integer >= 0", _count(0), 32,
@@ -129,7 +129,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DEEPINFER_LOGGING_INTERVAL_STEP", "logging_interval_step", "integer >= 0", _count(0), 0,
-        "Steps between two progress lines of the engine; 0 = none.", "engine, metrics", planned=True,
+        "Steps between two progress lines of the engine on stderr (tokens per second, cache use, hits); 0 = none.",
+        "engine, metrics",
     ),
     Variable(
         "PROFILE", "profile", "0, 1", _switch, False,

@@ -14,13 +14,12 @@ from tqdm import tqdm
 from deepinfer.cache import Cache
 from deepinfer.codec.tokenizer import Tokenizer
 from deepinfer.config import blocks_for, check_whole_number
+from deepinfer.engine.build import build_core, engine_config
+from deepinfer.engine.engine import Engine
 from deepinfer.engine.errors import InvalidRequestError
-from deepinfer.engine.loop import Engine
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.settings import Settings, resolve_settings
-from deepinfer.engine.sizing import block_bytes, fit, memory_for_blocks, slot_bytes
-from deepinfer.kernels.device import free_memory
 from deepinfer.model import Chunk, load_model
 from deepinfer.model.hub import resolve_model
 
@@ -36,8 +35,16 @@ class LLM:
     tokens; None = what fits. seed: seed of the seeds that requests without seq_seed get, so that a script repeats
     itself; None = random ones. verbose: print the effective settings and the loading progress to stderr.
 
-    ep, dp, cp, nextn, enable_prefix_caching and batch_invariant are part of the interface; what of it works is decided
-    in engine/settings.py, and anything that cannot be had is refused with a reason or stated in the printed settings.
+    enable_prefix_caching: compute what prompts begin with in common once; prefix_mode: "exact" gives the tokens of a
+    cold run, "bounded" recomputes less after a hit without a stored window and is an approximation. kv_format: auto,
+    float32, bfloat16, packed; auto rounds nothing that the dtype has not rounded. yoco_truncation: "compact" runs the
+    layers after the last KV source on a prompt's last yoco_keep_tokens only, an approximation; None = as the
+    environment says. overlap: schedule the next step while one runs; None = on a GPU. queue_policy: "first-come", or
+    "fair" between tenants. window_store_bytes, offload_bytes: host memory for windows of cached prefixes and for
+    preempted sequences; None = a share.
+
+    ep, dp, cp, nextn and batch_invariant are part of the interface; what of it works is decided in engine/settings.py,
+    and anything that cannot be had is refused with a reason or stated in the printed settings.
     Raises ValueError naming the argument, the field of config.json, or the file.
     """
 
@@ -56,6 +63,14 @@ class LLM:
         cp: int = 1,
         nextn: int | None = None,
         enable_prefix_caching: bool = True,
+        prefix_mode: str = "exact",
+        kv_format: str = "auto",
+        yoco_truncation: str | None = None,
+        yoco_keep_tokens: int | None = None,
+        overlap: bool | None = None,
+        queue_policy: str = "first-come",
+        window_store_bytes: int | None = None,
+        offload_bytes: int | None = None,
         batch_invariant: bool | None = None,
         seed: int | None = 0,
         num_blocks: int | None = None,
@@ -76,6 +91,14 @@ class LLM:
             cp=cp,
             nextn=nextn,
             enable_prefix_caching=enable_prefix_caching,
+            prefix_mode=prefix_mode,
+            kv_format=kv_format,
+            yoco_truncation=yoco_truncation,
+            yoco_keep_tokens=yoco_keep_tokens,
+            overlap=overlap,
+            queue_policy=queue_policy,
+            window_store_bytes=window_store_bytes,
+            offload_bytes=offload_bytes,
             batch_invariant=batch_invariant,
         )
         self.path = resolve_model(None if model is None else str(model))
@@ -87,36 +110,23 @@ class LLM:
                 f"{self.path}: tokenizer.json has {self.tokenizer.vocab_size} ids and config.json's vocab_size is "
                 f"{self.config.vocab_size}; the files belong to different models"
             )
-        free, total = free_memory(chosen.device)
-        self.engine_config = fit(
-            context=self.config.max_position_embeddings,
+        self.engine_config = engine_config(
+            chosen,
+            self.config,
             max_model_len=max_model_len,
-            max_num_seqs=chosen.max_num_seqs,
-            max_num_batched_tokens=chosen.max_num_batched_tokens,
-            bytes_per_block=block_bytes(self.config, getattr(torch, chosen.dtype)),
-            bytes_per_slot=slot_bytes(self.config, getattr(torch, chosen.dtype)),
-            memory=memory_for_blocks(free, total, chosen.device.type, gpu_memory_utilization),
+            gpu_memory_utilization=gpu_memory_utilization,
             num_blocks=num_blocks,
             seed=seed,
         )
-        cache = Cache.for_model(
-            self.model, max_num_seqs=self.engine_config.max_num_seqs, num_blocks=self.engine_config.num_blocks
-        )
         self.engine = Engine(
-            self.model,
-            cache,
-            self.engine_config,
-            vocab_size=self.config.vocab_size,
-            eos_token_ids=(self.config.eos_token_id,),
-            refused_ids={self.config.image_token_id: "stands for a picture, and pictures are not built yet"},
-            detokenizer=self.tokenizer.text_stream,
+            build_core(self.path, self.model, self.engine_config), detokenizer=self.tokenizer.text_stream
         )
         self.settings: Settings = chosen
         self._ids = count()
         self._lock = RLock()  # around every touch of the engine: threads share its steps, and their requests its batch
         self._streams: dict[str, deque[SequenceDelta]] = {}
         if verbose:
-            print(chosen.describe(self.path, self.engine_config), file=sys.stderr)
+            print(chosen.describe(self.path, self.config, self.engine_config), file=sys.stderr)
 
     def generate(
         self,

@@ -13,7 +13,7 @@ from golden import golden_dir, load
 
 from deepinfer import LLM, InvalidRequestError, SamplingParams
 from deepinfer.engine.settings import resolve_settings
-from deepinfer.engine.sizing import fit
+from deepinfer.engine.sizing import divide_memory, fit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 PROMPTS = [[0, *range(3, 60)], [0, 40, 41], [0, *range(200, 219)], [0, *([77, 78] * 70)]]
@@ -71,8 +71,9 @@ def test_tokens_do_not_depend_on_chunk_size_slots_or_preemption(tiny_checkpoint:
     assert tokens(ask(small, PROMPTS, SEEDED)) == tokens(together)
     # 125 tokens each: both cross into a second block, and there are three
     pair, params = [[0, *range(3, 127)], [0, *range(100, 224)]], GREEDY.with_changes(max_tokens=8)
-    assert tokens(ask(small, pair, params)) == tokens(ask(llm, pair, params))
-    assert small.engine.scheduler.num_preemptions > 0
+    outputs = ask(small, pair, params)
+    assert tokens(outputs) == tokens(ask(llm, pair, params))
+    assert sum(output.metrics.preemptions for output in outputs) > 0
 
 
 def test_same_seed_same_tokens_and_other_seed_other_tokens(llm) -> None:
@@ -96,6 +97,82 @@ def test_children_share_the_prompt_and_the_first_equals_n_1(llm) -> None:
     (one,) = tokens(ask(llm, PROMPTS[:1], params.with_changes(n=1)))
     assert many[0] == one[0]
     assert len({tuple(t) for t in many}) == 3
+
+
+LONG = [0, *(3 + i * 7 % 400 for i in range(420))]  # three full blocks and a rest
+
+
+@pytest.mark.parametrize("options", [{}, {"window_store_bytes": 0}, {"overlap": True}, {"kv_format": "float32"}])
+def test_a_cached_prefix_gives_the_tokens_and_probabilities_of_a_cold_run(tiny_checkpoint: Path, options) -> None:
+    cold = LLM(tiny_checkpoint, max_model_len=512, enable_prefix_caching=False, verbose=False)
+    hot = LLM(tiny_checkpoint, max_model_len=512, verbose=False, **options)
+    for end in (421, 300, 421, 390):  # the second hits a shorter prefix, the third has seen all
+        prompt = LONG[:end]
+        for params in (GREEDY, SamplingParams(seq_seed=4, max_tokens=6, n=2)):
+            (expected,), (got,) = ask(cold, [prompt], params), ask(hot, [prompt], params)
+            for one, other in zip(expected.outputs, got.outputs, strict=True):
+                assert (one.token_id, one.token_logprobs) == (other.token_id, other.token_logprobs)
+            assert expected.cached_tokens == 0
+    assert got.cached_tokens + got.metrics.replay_tokens == 256  # 390 - 22 rounded down to blocks
+    assert (got.metrics.replay_tokens > 0) == (options == {"window_store_bytes": 0})
+
+
+def test_the_next_turn_of_a_conversation_hits_the_answer_too(tiny_checkpoint: Path) -> None:
+    llm = LLM(tiny_checkpoint, max_model_len=1024, verbose=False)
+    (first,) = ask(llm, [LONG[:100]], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    (second,) = ask(llm, [LONG[:100] + first.outputs[0].token_id + LONG[:60]], GREEDY)
+    assert second.cached_tokens == 256  # of 100 + 200, where the prompt alone fills no block
+
+
+def test_a_prefix_shared_by_many_requests_is_computed_once(tiny_checkpoint: Path) -> None:
+    llm = LLM(tiny_checkpoint, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128, verbose=False)
+    prompts = [LONG[:400] + [10 + i] * 20 for i in range(8)]
+    outputs = ask(llm, prompts, GREEDY)
+    computed = sum(output.prompt_len - output.cached_tokens for output in outputs)
+    assert computed < 420 + 8 * (420 - 384 + 128)  # and not 8 x 420
+    cold = LLM(tiny_checkpoint, max_model_len=512, enable_prefix_caching=False, verbose=False)
+    assert tokens(outputs) == tokens(ask(cold, prompts, GREEDY))
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [16, 128])
+def test_the_overlapped_loop_gives_the_same_tokens(tiny_checkpoint: Path, together, max_num_batched_tokens) -> None:
+    options = {"max_model_len": 256, "max_num_seqs": 3, "max_num_batched_tokens": max_num_batched_tokens}
+    overlapped = LLM(tiny_checkpoint, overlap=True, num_blocks=4, verbose=False, **options)
+    assert tokens(ask(overlapped, PROMPTS, SEEDED)) == tokens(together)
+    stops = GREEDY.with_changes(max_tokens=40, stop_token_ids=[together[0].outputs[0].token_id[2]])
+    (output,) = ask(overlapped, PROMPTS[:1], stops)
+    assert output.outputs[0].token_id == together[0].outputs[0].token_id[:3]
+    assert output.outputs[0].finish_reason == "stop"
+
+
+# -- approximations have a name, and touch only what they say ---------------------------------------------------------
+
+
+def test_truncation_and_bounded_replay_leave_logits_and_prompt_logprobs_exact(tiny_checkpoint: Path, llm) -> None:
+    loose = LLM(
+        tiny_checkpoint, max_model_len=512, max_num_batched_tokens=128, prefix_mode="bounded",
+        yoco_truncation="compact", yoco_keep_tokens=22, window_store_bytes=0, verbose=False,
+    )  # fmt: skip
+    params = GREEDY.with_changes(prompt_logprobs=1)
+    (warm,) = ask(loose, [LONG], GREEDY)  # now its blocks are in the cache
+    (exact,), (got,) = ask(llm, [LONG], params), ask(loose, [LONG], params)
+    assert got.cached_tokens == 0
+    assert got.prompt_logprobs == exact.prompt_logprobs
+    assert tokens([got]) == tokens([exact])
+    assert torch.equal(loose.logits(LONG), llm.logits(LONG))
+    # and the approximation is one: something must have been left out
+    assert warm.outputs[0].token_logprobs != exact.outputs[0].token_logprobs
+    assert warm.outputs[0].token_logprobs == pytest.approx(exact.outputs[0].token_logprobs, abs=1.0)
+
+
+def test_a_packed_cache_gives_the_tokens_of_a_bfloat16_one(tiny_checkpoint: Path) -> None:
+    options = {"dtype": "bfloat16", "max_model_len": 512, "verbose": False}
+    packed, plain = LLM(tiny_checkpoint, **options), LLM(tiny_checkpoint, kv_format="bfloat16", **options)
+    assert packed.engine_config.kv_format == "packed"
+    for prompts, params in (([*PROMPTS, LONG], [*SEEDED, GREEDY]), ([LONG], [GREEDY])):
+        expected, got = ask(plain, prompts, params), ask(packed, prompts, params)
+        assert tokens(got) == tokens(expected)
+        assert [o.outputs[0].token_logprobs for o in got] == [o.outputs[0].token_logprobs for o in expected]
 
 
 # -- what comes back --------------------------------------------------------------------------------------------------
@@ -205,7 +282,10 @@ def test_logits_refuse_what_the_model_cannot_read(llm) -> None:
     [
         ("ep", 8), ("dp", 2), ("cp", 2), ("batch_invariant", True), ("dtype", "fp16"), ("device", "tpu"), ("nextn", -1),
         ("gpu_memory_utilization", 0), ("max_model_len", 10**9), ("max_num_seqs", 0), ("max_num_batched_tokens", 1),
-        ("num_blocks", 0),
+        ("num_blocks", 0), ("prefix_mode", "off"), ("enable_prefix_caching", "exact"), ("kv_format", "fp8"),
+        ("kv_format", "packed"), ("yoco_truncation", "on"), ("overlap", 1), ("queue_policy", "lifo"),
+        ("window_store_bytes", -1), ("window_store_bytes", 100), ("window_store_bytes", 1 << 60),
+        ("offload_bytes", 1.5), ("offload_bytes", 1 << 60),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_by_name(tiny_checkpoint: Path, argument: str, value: object) -> None:
@@ -227,8 +307,44 @@ def test_unreadable_model_is_named(tmp_path: Path) -> None:
 def test_effective_settings_are_printed_with_what_is_not_in_force(tiny_checkpoint: Path, capsys) -> None:
     LLM(tiny_checkpoint, device="cpu", max_model_len=256)
     shown = capsys.readouterr().err
-    for part in ("device cpu, dtype float32", "context 256", "nextn 0 instead of 5", "prefix caching off", "seed 0"):
+    for part in (
+        "device cpu, dtype float32", "context 256", "nextn 0 instead of 5", "seed 0",
+        # the dependency cone of 8 layers with windows of 16: 8 x 15
+        "prefix caching exact, a hit without a stored window computes 120 tokens again; up to 64 windows kept in",
+        "cache records float32, 196,608 bytes per block", "every token of a prompt runs through every layer",
+        "plain loop, queue first-come, preempted sequences are computed again",
+    ):  # fmt: skip
         assert part in shown
+
+
+def test_settings_that_are_approximations_say_so(tiny_checkpoint: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "compact")
+    LLM(
+        tiny_checkpoint, device="cpu", dtype="bfloat16", max_model_len=256, prefix_mode="bounded", overlap=True,
+        queue_policy="fair", window_store_bytes=0, offload_bytes=1 << 20,
+    )  # fmt: skip
+    shown = capsys.readouterr().err
+    for part in (
+        "prefix caching bounded, a hit without a stored window computes 16 tokens again, an approximation; no windows",
+        "cache records packed, 27,136 bytes per block", "run on a prompt's last 140 tokens, an approximation",
+        "overlapped loop, queue fair, preempted sequences of 1024 tokens or more go to 1.0 MiB",
+    ):  # fmt: skip
+        assert part in shown
+    LLM(tiny_checkpoint, device="cpu", max_model_len=256, enable_prefix_caching=False, yoco_truncation="off")
+    shown = capsys.readouterr().err
+    assert "prefix caching off" in shown and "every token of a prompt runs through every layer" in shown
+
+
+def test_a_refusal_names_the_nearest_setting_that_works(tiny_checkpoint: Path) -> None:
+    for arguments, advice in (
+        ({"kv_format": "packed"}, 'use kv_format "float32", or dtype "bfloat16"'),
+        ({"yoco_truncation": "compact", "yoco_keep_tokens": 21}, "whole number >= 22"),
+        ({"window_store_bytes": 1000}, "do not hold one window of 65,536; use at least that, or 0"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "raise the first or lower the second"),
+        ({"num_blocks": 1}, r"use num_blocks >= 2 or max_model_len <= 128"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=advice):
+            LLM(tiny_checkpoint, verbose=False, **{"max_model_len": 256} | arguments)
 
 
 def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
@@ -238,6 +354,28 @@ def test_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
     with pytest.raises(ValueError, match="max_model_len <= 1280"):
         fit(**options, max_model_len=2000, memory=10_000)
     assert fit(**options, max_model_len=200, memory=10**9).num_blocks == 8  # 4 sequences of 2 blocks
+
+
+def test_memory_is_divided_so_that_no_part_starves_another() -> None:
+    options = {"device_free": 800, "device_total": 1000, "gpu_memory_utilization": 0.9, "host_free": 1600}
+    none = {"window_store_bytes": None, "offload_bytes": None}
+    # a CPU: a quarter of the free memory for all of it, an eighth of that for windows; a GPU: the host's is extra
+    assert divide_memory(**options, **none, device_type="cpu") == (350, 50, 0)
+    assert divide_memory(**options, **none, device_type="cuda") == (700, 100, 100)
+    asked = {"window_store_bytes": 0, "offload_bytes": 300}
+    assert divide_memory(**options, **asked, device_type="cpu") == (100, 0, 300)
+    with pytest.raises(ValueError, match=r"offload_bytes: 401 .* use at most 350"):
+        divide_memory(**options, window_store_bytes=50, offload_bytes=401, device_type="cpu")
+    with pytest.raises(ValueError, match=r"window_store_bytes: 1,601 .* use at most 1,500"):
+        divide_memory(**options, window_store_bytes=1601, offload_bytes=None, device_type="cuda")
+
+
+def test_no_more_windows_are_kept_than_blocks_that_they_could_belong_to() -> None:
+    options = {"context": 1 << 20, "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 64,
+               "bytes_per_block": 1000, "memory": 10_000}  # fmt: skip
+    assert fit(**options, bytes_per_window=100, window_memory=250).window_entries == 2
+    assert fit(**options, bytes_per_window=100, window_memory=10**9).window_entries == 4
+    assert fit(**options, window_memory=10**9).window_entries == 0
 
 
 def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made() -> None:
@@ -299,6 +437,6 @@ def test_a_size_that_is_no_whole_number_is_named_before_anything_is_loaded(tiny_
 
 
 def test_switches_that_do_nothing_yet_are_named_at_start(tiny_checkpoint: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("DEEPINFER_LOGGING_INTERVAL_STEP", "5")
+    monkeypatch.setenv("PROFILE", "1")
     LLM(tiny_checkpoint, device="cpu", max_model_len=256)
-    assert "without effect, not built yet: DEEPINFER_LOGGING_INTERVAL_STEP" in capsys.readouterr().err
+    assert "without effect, not built yet: PROFILE" in capsys.readouterr().err

@@ -26,6 +26,10 @@ def chat(
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    prefix_mode: options.PrefixMode = "exact",
+    kv_format: options.KvFormat = "auto",
+    yoco_truncation: options.Truncation = None,
+    overlap: options.Overlap = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No settings on stderr.")] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -44,6 +48,10 @@ def chat(
         max_model_len=max_model_len,
         max_num_seqs=1,
         max_num_batched_tokens=max_num_batched_tokens,
+        kv_format=kv_format,
+        yoco_truncation=yoco_truncation,
+        overlap=overlap,
+        **options.prefix_caching(prefix_mode),
         verbose=not quiet,
     )
     start = [Message("system", system)] if system else []

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,6 +61,13 @@ def generate(
         float | None,
         typer.Option(help="End each request this many seconds after its submission.", rich_help_panel=_STOPPING),
     ] = None,
+    ttft_deadline: Annotated[
+        float | None,
+        typer.Option(
+            help="Drop a request that cannot have its first token this many seconds after its submission.",
+            rich_help_panel=_STOPPING,
+        ),
+    ] = None,
     n: Annotated[int, typer.Option("--n", help="Completions per prompt.", rich_help_panel=_SAMPLING)] = 1,
     temperature: options.Temperature = 1.0,
     top_k: options.TopK = 0,
@@ -106,6 +114,10 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 32,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    prefix_mode: options.PrefixMode = "exact",
+    kv_format: options.KvFormat = "auto",
+    yoco_truncation: options.Truncation = None,
+    overlap: options.Overlap = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.85,
     nextn: Annotated[
         int | None,
@@ -142,6 +154,7 @@ def generate(
         seq_seed=seed,
         skip_special_tokens=not keep_special,
         deadline=deadline,
+        ttft_deadline=ttft_deadline,
     )
     work: list[tuple[str | list[int], SamplingParams]] = [(text, params) for text in prompts or []]
     if prompts_file is not None:
@@ -160,6 +173,10 @@ def generate(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        kv_format=kv_format,
+        yoco_truncation=yoco_truncation,
+        overlap=overlap,
+        **options.prefix_caching(prefix_mode),
         gpu_memory_utilization=gpu_memory_utilization,
         nextn=nextn,
         ep=ep,
@@ -243,8 +260,10 @@ def as_record(request: "RequestOutput", completion: "CompletionOutput") -> dict[
         "draft_tok": completion.draft_tok,
         "accept_tok": completion.accept_tok,
         "cached_tokens": request.cached_tokens,
-        "metrics": {"queue": request.metrics.queue, "ttft": request.metrics.ttft, "tbt": request.metrics.tbt},
+        "metrics": asdict(request.metrics),
     }
+    if request.error is not None:
+        record["error"] = request.error
     if completion.logprobs is not None:
         record["logprobs"] = [_entry(entry) for entry in completion.logprobs]
     if request.prompt_logprobs is not None:

@@ -1,8 +1,10 @@
 """Flags that several subcommands share. The underscore spellings of all of them work too (cli/__init__.py)."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from deepinfer.config import PREFIX_MODES
 
 ENGINE = "Engine"
 SAMPLING = "Sampling"
@@ -40,6 +42,39 @@ MaxNumBatchedTokens = Annotated[
 GpuMemoryUtilization = Annotated[
     float, typer.Option(help="Share of a GPU's memory for weights and cache together.", rich_help_panel=ENGINE)
 ]
+PrefixMode = Annotated[
+    str,
+    typer.Option(
+        help="How what prompts have in common is computed once. exact: the tokens of a cold run. bounded: less is "
+        "computed again after a hit, not exact. off: every prompt is computed whole.",
+        rich_help_panel=ENGINE,
+    ),
+]
+KvFormat = Annotated[
+    str,
+    typer.Option(
+        help="How the cache stores its records: float32, bfloat16, or packed (a tenth of float32; only with dtype "
+        "bfloat16, whose values it holds without loss). auto: packed with bfloat16, else float32.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Truncation = Annotated[
+    str | None,
+    typer.Option(
+        "--yoco-truncation",
+        help="compact runs the second half of the model on the last tokens of a prompt only: faster, not exact. off: "
+        "on all of them. Default: DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE, or off.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Overlap = Annotated[
+    bool | None,
+    typer.Option(
+        "--overlap/--no-overlap",
+        help="Prepare the next step while one runs; same tokens. Default: on a GPU.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Ep = Annotated[int, typer.Option(help="Ranks that share the experts; only 1 is built.", rich_help_panel=ENGINE)]
 Dp = Annotated[int | None, typer.Option(help="Data-parallel ranks; only 1 is built.", rich_help_panel=ENGINE)]
 Cp = Annotated[int, typer.Option(help="Ranks that split a long prompt; only 1 is built.", rich_help_panel=ENGINE)]
@@ -70,3 +105,10 @@ Seed = Annotated[
 ]  # fmt: skip
 MaxTokens = Annotated[int, typer.Option(help="Longest output in tokens.", rich_help_panel=STOPPING)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+def prefix_caching(mode: str) -> dict[str, Any]:
+    """The arguments of LLM for a value of --prefix-mode. ValueError for an unknown word."""
+    if mode not in PREFIX_MODES:
+        raise ValueError(f"prefix_mode: {mode!r} is not one of {', '.join(PREFIX_MODES)}")
+    return {"enable_prefix_caching": mode != "off"} | ({} if mode == "off" else {"prefix_mode": mode})

@@ -1,35 +1,57 @@
-"""How many cache blocks an engine takes, and how long its context may then be."""
+"""How much memory the cache takes: blocks and slots beside the model, windows and preempted sequences in host memory;
+and how long the context may then be."""
 
-import torch
+from typing import Any, NamedTuple
 
 from deepinfer.config import BLOCK_SIZE, EngineConfig, blocks_for
-from deepinfer.model.config import ModelConfig
 
 CPU_SHARE = 0.25  # of the machine's free memory: the rest is the user's, and other programs run beside us
+WINDOW_SHARE = 1 / 8  # of the cache's memory on a CPU: a window is small beside the blocks of the prefix it completes
+HOST_SHARE = 1 / 16  # of free host memory beside a GPU, for windows and for preempted sequences each
 
 
-def block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one cache block: per KV source, 128 / ratio entries of compressed KV and index key in `dtype`."""
-    per_entry = (config.head_dim + config.index_head_dim) * dtype.itemsize
-    return sum(BLOCK_SIZE // config.ratio(layer) * per_entry for layer in config.kv_source_layer_ids)
+class CacheMemory(NamedTuple):
+    """Bytes, before the exact number of blocks is known."""
+
+    blocks: int  # blocks and slots, on the device
+    windows: int  # at most, on the host
+    offload: int  # at most, on the host
 
 
-def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that a sequence takes whatever its length: the window rings of all layers, and the open rows (a value and a
-    gate in float32) of the ratio-2 sources."""
-    rings = config.num_hidden_layers * config.sliding_window * config.head_dim * dtype.itemsize
-    pairs = sum(config.ratio(layer) == 2 for layer in config.kv_source_layer_ids)
-    return rings + pairs * 2 * config.head_dim * torch.float32.itemsize
+def divide_memory(
+    *,
+    device_free: int,
+    device_total: int,
+    host_free: int,
+    device_type: str,
+    gpu_memory_utilization: float,
+    window_store_bytes: int | None,
+    offload_bytes: int | None,
+) -> CacheMemory:
+    """What each part of the cache may take once the weights are loaded; None = a share.
 
-
-def memory_for_blocks(free: int, total: int, device_type: str, gpu_memory_utilization: float) -> int:
-    """Bytes that the block pool may take, after the weights are loaded.
-
-    On a GPU: what is left up to gpu_memory_utilization of the whole. On a CPU: a fixed share of what is free.
+    On a GPU the blocks get what is left up to gpu_memory_utilization of the whole, and the rest of the cache is in host
+    memory. On a CPU all of it shares CPU_SHARE of the free memory; there, blocks are worth as much as the memory for
+    preempted sequences, which therefore gets none unless asked for. ValueError naming the argument that is too much.
     """
     if device_type == "cpu":
-        return int(free * CPU_SHARE)
-    return max(0, int(total * gpu_memory_utilization) - (total - free))
+        everything = int(host_free * CPU_SHARE)
+        windows = int(everything * WINDOW_SHARE) if window_store_bytes is None else window_store_bytes
+        offload = offload_bytes or 0
+        limit, blocks = everything, everything - windows - offload
+    else:
+        windows = int(host_free * HOST_SHARE) if window_store_bytes is None else window_store_bytes
+        offload = int(host_free * HOST_SHARE) if offload_bytes is None else offload_bytes
+        limit = host_free
+        blocks = max(0, int(device_total * gpu_memory_utilization) - (device_total - device_free))
+    if windows + offload > limit:
+        name = "window_store_bytes" if windows > offload else "offload_bytes"
+        other = offload if name == "window_store_bytes" else windows
+        raise ValueError(
+            f"{name}: {max(windows, offload):,} bytes do not fit into the {limit:,} of host memory that the cache may "
+            f"take; use at most {max(0, limit - other):,}"
+        )
+    return CacheMemory(blocks, windows, offload)
 
 
 def fit(
@@ -42,13 +64,15 @@ def fit(
     memory: int,
     bytes_per_slot: int = 0,
     num_blocks: int | None = None,
-    seed: int | None = None,
+    bytes_per_window: int = 0,
+    window_memory: int = 0,
+    **others: Any,
 ) -> EngineConfig:
-    """An EngineConfig that fits into `memory` bytes.
+    """An EngineConfig that fits into `memory` bytes for blocks and slots and `window_memory` bytes for windows.
 
     context: the model's longest sequence. max_model_len None: as long as model and memory allow. num_blocks None: all
-    max_num_seqs sequences at full length if that fits, else as many blocks as fit. ValueError with the nearest setting
-    that works.
+    max_num_seqs sequences at full length if that fits, else as many blocks as fit. bytes_per_window 0: no windows are
+    kept. others: further fields of EngineConfig. ValueError with the nearest setting that works.
     """
     if max_model_len is not None and max_model_len > context:
         raise ValueError(f"max_model_len: {max_model_len} is more than the model's {context} positions")
@@ -70,10 +94,13 @@ def fit(
         num_blocks = min(wished, most)
     if max_model_len is None:
         max_model_len = min(context, num_blocks * BLOCK_SIZE)
+    # a window is of use while the block before it is there, so more windows than blocks are never found
+    entries = min(window_memory // bytes_per_window, num_blocks) if bytes_per_window else 0
     return EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_blocks=num_blocks,
-        seed=seed,
+        window_entries=entries,
+        **others,
     )
