@@ -67,6 +67,10 @@ class Scheduler:
         exact_cut = config.truncation and config.prefix_caching == "exact"
         self._cap_shift = max(0, config.keep_tokens - window - VERIFY_ROWS) if exact_cut else 0
 
+    @property
+    def num_preemptions(self) -> int:
+        return self.num_recomputed + self.num_offloaded
+
     # -- the step -------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:

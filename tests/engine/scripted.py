@@ -26,6 +26,7 @@ from deepinfer.model.presets import preset
 VOCAB = 64
 EOS = 1
 CONFIG = preset("tiny")
+DEFAULTS: dict = {"seed": 0, "prefix_caching": "off"}  # of EngineConfig; a fixture may change them for its tests
 _NOISE = torch.randn(997, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
 
 
@@ -88,7 +89,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_blocks=num_blocks,
-        **{"seed": 0, "prefix_caching": "off"} | options,
+        **DEFAULTS | options,
     )
     storage = CacheStorage(
         CONFIG,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from conftest import assert_all_free
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import VOCAB, ScriptedModel, drain, make_engine, noise_row, run, tokens
+from scripted import DEFAULTS, VOCAB, ScriptedModel, drain, make_engine, noise_row, run, tokens
 
 from deepinfer.config import EngineConfig
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
@@ -24,8 +26,16 @@ PARAMS = [
 ]
 
 
+@pytest.fixture(autouse=True, params=["plain", "overlapped"], scope="module")
+def loop(request) -> Iterator[str]:
+    """Every test holds under both loops."""
+    DEFAULTS["overlap"] = request.param == "overlapped"
+    yield request.param
+    DEFAULTS["overlap"] = False
+
+
 @pytest.fixture(scope="module")
-def alone() -> list[list[list[int]]]:
+def alone(loop) -> list[list[list[int]]]:
     """Each request in an engine of its own, whole prompts in one chunk."""
     return [tokens(run(make_engine(max_num_seqs=3), [p], own))[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
 
@@ -52,18 +62,21 @@ def test_a_step_stays_within_its_budgets_and_decodes_come_first() -> None:
     engine = make_engine(max_num_seqs=3, max_num_batched_tokens=16)
     steps = []
 
-    def watched(schedule=engine.scheduler.schedule):
-        chunks = schedule()
-        steps.append([(chunk.num_tokens, chunk.sequence.num_output == 0) for chunk in chunks])
-        return chunks
+    schedule = engine.scheduler.schedule
+
+    def watched(now):
+        plan = schedule(now)
+        if plan is not None:
+            steps.append((plan, engine.scheduler.table.number[plan.slots[: plan.num_decodes]]))
+        return plan
 
     engine.scheduler.schedule = watched  # type: ignore[method-assign]
     run(engine, PROMPTS, PARAMS)
-    for chunks in steps:
-        assert 0 < sum(size for size, _ in chunks) <= 16
-        assert len(chunks) <= 3
-        is_prefill = [prefill for _, prefill in chunks]
-        assert is_prefill == sorted(is_prefill)
+    for plan, decoding in steps:
+        assert 0 < plan.num_tokens <= 16
+        assert len(plan.slots) <= 3
+        assert all(plan.starts[: plan.num_decodes] >= [len(PROMPTS[number]) for number in decoding])
+        assert all(plan.lengths[: plan.num_decodes] == 1)
 
 
 def test_a_waiting_long_prompt_is_not_overtaken() -> None:
@@ -118,7 +131,7 @@ def test_children_share_the_prompt() -> None:
     # three full blocks shared by all; the next token opens one for each
     assert engine.cache.num_blocks - engine.cache.num_free_blocks == 3
     drain(engine)
-    assert sum(len(chunk.token_ids) for step in model.steps for chunk in step) == 384 + 4 * 2
+    assert sum(int(step.lengths.sum()) for step in model.steps) == 384 + 4 * 2
     assert_all_free(engine.cache)
 
 
@@ -153,7 +166,7 @@ def test_unknown_or_finished_requests_cannot_be_aborted() -> None:
     assert not engine.abort("r0")
 
 
-def test_deadline_ends_running_and_waiting_requests_with_what_they_have() -> None:
+def test_deadline_ends_running_and_waiting_requests_with_what_they_have(loop) -> None:
     now = [100.0]
     engine = make_engine(max_num_seqs=1, clock=lambda: now[0])
     limited = SamplingParams(temperature=0, max_tokens=50, deadline=10)
@@ -167,7 +180,8 @@ def test_deadline_ends_running_and_waiting_requests_with_what_they_have() -> Non
     ended = {delta.request_id: delta.finish_reason for delta in engine.step() if delta.finish_reason}
     assert ended == {"running": "deadline", "waiting": "deadline"}
     drain(engine)
-    assert len(engine.pop_output("running").outputs[0].token_id) == 4
+    # the overlapped loop gives a step's tokens one turn later
+    assert len(engine.pop_output("running").outputs[0].token_id) == (4 if loop == "plain" else 3)
     assert engine.pop_output("waiting").outputs[0].token_id == []
     assert engine.pop_output("patient").outputs[0].finish_reason == "length"
     assert_all_free(engine.cache)
@@ -192,7 +206,7 @@ def test_a_failing_step_frees_everything_and_the_engine_goes_on() -> None:
     assert len(tokens(run(engine, [[3]], GREEDY))[0][0]) == 12
 
 
-def test_times_are_those_of_the_clock() -> None:
+def test_times_are_those_of_the_clock(loop) -> None:
     now = [0.0]
     engine = make_engine(max_num_seqs=1, clock=lambda: now[0])
     engine.add_request("a", [3], SamplingParams(temperature=0, max_tokens=3))
@@ -201,8 +215,9 @@ def test_times_are_those_of_the_clock() -> None:
         now[0] += 2.0
         engine.step()
     first, second = engine.pop_output("a").metrics, engine.pop_output("b").metrics
-    assert (first.queue, first.ttft, first.tbt) == (2.0, 2.0, 2.0)
-    assert (second.queue, second.ttft, second.tbt) == (8.0, 8.0, None)
+    late = 0.0 if loop == "plain" else 2.0  # the overlapped loop gives a step's tokens one turn later
+    assert (first.queue, first.ttft, first.tbt) == (2.0, 2.0 + late, 2.0)
+    assert (second.queue, second.ttft, second.tbt) == (8.0 + late, 8.0 + 2 * late, None)
 
 
 # -- the door ---------------------------------------------------------------------------------------------------------
