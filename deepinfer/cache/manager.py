@@ -167,6 +167,9 @@ class CacheManager:
         """Blocks that a sequence of this length occupies."""
         return blocks_for(num_tokens)
 
+    def open_slots(self) -> list[int]:
+        return sorted(self._open)
+
     def table(self, slot: int) -> np.ndarray:
         """The slot's blocks in order, int64 [n]; a view, valid until the next change of the slot."""
         self._check_open(slot)
@@ -301,6 +304,7 @@ class CacheManager:
         blocks = self._tables[slot, first:end]
         digests = chain.hashes[first:end]
         parents = [chain.digest(first * BLOCK_TOKENS), *digests[:-1]]
+        before = self._index.num_blocks
         new = [
             self._index.add(block, digest, parent)
             for block, digest, parent in zip(blocks.tolist(), digests, parents, strict=True)
@@ -308,7 +312,7 @@ class CacheManager:
         self._pool.keep(blocks)
         self._published[slot] = end
         self._announced.withdraw(slot, below=end)
-        self.stats.blocks_published += end - first
+        self.stats.blocks_published += self._index.num_blocks - before
         self._tell_stored(digests, parents, new)
 
     def announce(self, slot: int, chain: HashChain, known: int) -> None:
@@ -475,7 +479,7 @@ class CacheManager:
             raise RuntimeError("capacities differ from the tables")
         if any(self._num_blocks[slot] for slot in self._free_slots):
             raise RuntimeError("a free slot has blocks")
-        tables = [self.table(slot) for slot in sorted(self._open)]
+        tables = [self.table(slot) for slot in self.open_slots()]
         self._pool.check_integrity(np.concatenate([*tables, np.empty(0, np.int64)]))
         self._index.check_integrity(self._pool.hashed, tables)
         for slot in self._open:

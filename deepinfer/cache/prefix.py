@@ -74,15 +74,10 @@ class PrefixIndex:
         self._digest_of: dict[int, bytes] = {}
         self._parent_of: dict[int, bytes] = {}
 
-    def __len__(self) -> int:
-        """Different contents."""
-        return len(self._block_of)
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._block_of
-
-    def digest(self, block: int) -> bytes | None:
-        return self._digest_of.get(block)
+    @property
+    def num_blocks(self) -> int:
+        """Blocks with known content, equal ones too."""
+        return len(self._digest_of)
 
     def blocks(self) -> np.ndarray:
         """All blocks with known content, int64 [n]."""

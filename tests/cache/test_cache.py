@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deepinfer.cache import BLOCK_TOKENS, Cache, CacheFullError, blocks_for
+from deepinfer.cache.edits import SetLength
 from deepinfer.model.presets import tiny
 
 BLOCKS, SEQS = 12, 4
@@ -18,7 +19,7 @@ BLOCKS, SEQS = 12, 4
 
 def make() -> Cache:
     config = dataclasses.replace(tiny(), max_position_embeddings=8 * BLOCK_TOKENS)
-    return Cache(config, max_num_seqs=SEQS, num_blocks=BLOCKS, dtype=torch.float32, device=torch.device("cpu"))
+    return Cache(config, max_num_seqs=SEQS, num_blocks=BLOCKS, device=torch.device("cpu"))
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -89,13 +90,46 @@ def test_a_broken_reference_count_is_found():
     cache = make()
     slot = cache.open()
     cache.reserve(slot, 1)
-    cache.pool.references[5] += 1
+    cache.manager._pool.references[5] += 1
     with pytest.raises(RuntimeError, match=r"blocks \[5\]"):
         cache.check_integrity()
-    cache.pool.references[5] -= 1
+    cache.manager._pool.references[5] -= 1
     cache.close(slot)
 
 
+def test_a_device_that_missed_an_order_is_found():
+    cache = make()
+    slot = cache.open()
+    cache.manager.reserve(slot, 200)  # past the facade, so the device is not told
+    with pytest.raises(RuntimeError, match="the device's table differs from the host's"):
+        cache.check_integrity()
+    cache.storage.apply(cache.manager.take_edits())
+    cache.check_integrity()
+    cache.close(slot)
+
+
+def test_a_fork_has_its_own_open_block_and_shares_the_full_ones():
+    cache = make()
+    slot = cache.open()
+    cache.reserve(slot, 300)
+    cache.storage.apply([SetLength(slot, 300, ())])
+    child = cache.fork(slot)
+    tables = [cache.storage.tables[s, :3].tolist() for s in (slot, child)]
+    assert tables[0][:2] == tables[1][:2] and tables[0][2] != tables[1][2]
+    assert cache.length(child) == 300
+    cache.close(slot)
+    assert cache.num_free_blocks == BLOCKS - 3
+    cache.close(child)
+
+
+@pytest.mark.parametrize("call", ["length", "fork", "close"])
+def test_a_closed_slot_is_named(call):
+    cache = make()
+    cache.close(cache.open())
+    with pytest.raises(ValueError, match="slot 0 is not open"):
+        getattr(cache, call)(0)
+
+
 def test_a_cache_without_room_is_refused_when_it_is_made():
-    with pytest.raises(ValueError, match="num_blocks must be at least 1"):
-        Cache(tiny(), max_num_seqs=1, num_blocks=0, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="num_blocks: must be a whole number >= 1"):
+        Cache(tiny(), max_num_seqs=1, num_blocks=0, device=torch.device("cpu"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from deepinfer.cache import edits as E
-from deepinfer.cache.blocks import BlockPool, CacheFullError, EvictionQueue
+from deepinfer.cache.blocks import BlockPool, CacheFullError, EvictionQueue, live_caches
 from deepinfer.cache.events import EventBuffer
 from deepinfer.cache.hashing import HashChain, namespace
 from deepinfer.cache.manager import CacheManager
@@ -25,17 +25,9 @@ SEQS, BLOCKS, WIDTH, ENTRIES, OFFLOAD, WINDOW, LAYERS, LOOKBACK = 4, 14, 8, 2, 7
 
 
 def make(mode: str = "exact", **changes) -> CacheManager:
-    chosen = dict(
-        max_num_seqs=SEQS,
-        num_blocks=BLOCKS,
-        table_width=WIDTH,
-        window=WINDOW,
-        num_layers=LAYERS,
-        window_entries=ENTRIES,
-        lookback=LOOKBACK,
-        offload_blocks=OFFLOAD,
-    )
-    return CacheManager(**(chosen | {"prefix_caching": mode} | changes))
+    sizes = {"max_num_seqs": SEQS, "num_blocks": BLOCKS, "table_width": WIDTH, "window": WINDOW, "num_layers": LAYERS}
+    host = {"window_entries": ENTRIES, "lookback": LOOKBACK, "offload_blocks": OFFLOAD}
+    return CacheManager(**(sizes | host | {"prefix_caching": mode} | changes))
 
 
 class Device:
@@ -179,15 +171,34 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- rules --------------------------------------------------------------------------------------------------------
 
-    @rule(salt=st.sampled_from(["", "", "", "b"]), letters=st.lists(st.integers(0, 1), max_size=6), tail=st.integers(0, 140))
-    def admit(self, salt, letters, tail):
-        """A prompt of few different blocks, so that prefixes are shared often: find, adopt, reserve, as a scheduler."""
+    @rule(
+        salt=st.sampled_from(["", "", "", "", "b"]),
+        letters=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=4, max_size=7) | st.lists(st.just(0), max_size=6),
+        tail=st.integers(0, B),
+        fate=st.sampled_from(["admitted", "computed", "published", "published", "finished", "finished", "finished"]),
+    )
+    def come(self, salt, letters, tail, fate):
+        """A prompt of few different blocks, so that prefixes are shared often, which gets so far at once."""
+        slot = self.admit(salt, letters, tail)
+        if slot is None or fate == "admitted":
+            return
+        self.compute(sorted(self.open).index(slot), len(self.open[slot].tokens) - self.device.lengths[slot])
+        if fate == "computed":
+            return
+        self.publish(sorted(self.open).index(slot), 0)
+        if fate == "finished":
+            if self.device.lengths[slot] >= B:
+                self.save_window(sorted(self.open).index(slot))
+            self.close_slot(slot)
+
+    def admit(self, salt: str, letters: list[int], tail: int) -> int | None:
+        """find, adopt, reserve, as a scheduler does -> the slot if there was room."""
         sequence = Sequence(salt, [token for letter in letters for token in range(letter, B + letter)] + [7] * tail)
         self.remember(sequence)
         if len(self.open) == SEQS:
             with pytest.raises(CacheFullError):
                 self.cache.open()
-            return
+            return None
         before = self.cache.num_cached_blocks
         hit = self.cache.find(sequence.chain, len(sequence.tokens))
         assert self.cache.num_cached_blocks == before
@@ -216,6 +227,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert fits == self.reserve(slot, len(sequence.tokens))
         if not fits:
             self.close_slot(slot)
+        return slot if fits else None
 
     def reserve(self, slot: int, tokens: int) -> bool:
         missing = -(-tokens // B) - len(self.owned[slot])
@@ -404,9 +416,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def the_model_agrees(self):
         cache = self.cache
-        assert {slot: cache.table(slot).tolist() for slot in self.open} == self.owned == {
-            slot: self.device.tables[slot] for slot in self.open
-        }
+        assert (
+            {slot: cache.table(slot).tolist() for slot in self.open}
+            == self.owned
+            == {slot: self.device.tables[slot] for slot in self.open}
+        )
         assert cache._pool.eviction_order().tolist() == self.idle
         assert cache.num_cached_blocks == len(self.idle)
         assert cache.num_free_blocks == self.num_available() == cache.num_blocks - cache.num_used_blocks
@@ -446,7 +460,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
 
 
-@pytest.mark.parametrize("mode, examples", [("exact", 40), ("bounded", 40), ("off", 10)])
+@pytest.mark.parametrize("mode, examples", [("exact", 60), ("bounded", 60), ("off", 10)])
 def test_nothing_is_lost_or_mixed_up_whatever_the_order(mode, examples):
     run_state_machine_as_test(
         type("Machine", (ManagerMachine,), {"mode": mode}),
@@ -454,3 +468,390 @@ def test_nothing_is_lost_or_mixed_up_whatever_the_order(mode, examples):
             max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+# -- single promises --------------------------------------------------------------------------------------------------
+
+
+def chain_of(tokens: np.ndarray) -> HashChain:
+    chain = HashChain(namespace("model", "float32", 1))
+    chain.extend(tokens)
+    return chain
+
+
+TOKENS = np.arange(WIDTH * B, dtype=np.int32)
+
+
+def test_low_blocks_are_handed_out_first():
+    cache = make("off")
+    first, second = cache.open(), cache.open()
+    cache.reserve(first, 3 * B)
+    cache.reserve(second, 2 * B)
+    assert cache.table(first).tolist() == [1, 2, 3] and cache.table(second).tolist() == [4, 5]
+    cache.close(first)
+    cache.reserve(second, 6 * B)
+    assert cache.table(second).tolist() == [4, 5, 1, 2, 3, 6]
+    cache.close(second)
+
+
+def test_a_reservation_beyond_the_table_is_an_error_and_one_beyond_the_pool_is_full():
+    cache = make("off")
+    first, second = cache.open(), cache.open()
+    cache.reserve(first, WIDTH * B)
+    cache.take_edits()
+    with pytest.raises(ValueError, match="1025 tokens are more than a sequence can have, 1024"):
+        cache.reserve(second, WIDTH * B + 1)
+    with pytest.raises(CacheFullError, match="7 cache blocks wanted, 6 of 14 are free or evictable"):
+        cache.reserve(second, 6 * B + 1)
+    assert cache.take_edits() == [] and cache.capacity.tolist()[second] == 0
+    cache.reserve(first, 100)  # less than it has: nothing to do
+    assert cache.take_edits() == []
+    cache.close(first)
+    cache.close(second)
+
+
+def test_edits_come_in_the_order_of_the_calls_and_once():
+    cache = make("off")
+    first = cache.open()
+    cache.reserve(first, 200)
+    cache.close(first)
+    second = cache.open()
+    assert second == first
+    cache.reserve(second, 1)
+    assert cache.take_edits() == [
+        E.OpenSlot(first),
+        E.SetTable(first, 0, (1, 2)),
+        E.OpenSlot(second),
+        E.SetTable(second, 0, (1,)),
+    ]
+    assert cache.take_edits() == []
+    cache.close(second)
+
+
+def test_an_adopted_prefix_reaches_the_device_with_the_tokens_before_it():
+    cache = make()
+    chain, slot = chain_of(TOKENS), cache.open()
+    cache.reserve(slot, len(TOKENS))
+    cache.publish(slot, chain, len(TOKENS))
+    cache.save_window(slot, chain, 640)
+    cache.close(slot)
+    cache.take_edits()
+    slot = cache.open()
+    cache.adopt(slot, cache.find(chain, 800), TOKENS[:800])
+    assert cache.take_edits() == [
+        E.OpenSlot(slot),
+        E.SetTable(slot, 0, (1, 2, 3, 4, 5)),
+        E.SetLength(slot, 640, (637, 638, 639)),
+        E.LoadWindow(0, slot, 640),
+    ]
+    assert cache.capacity[slot] == 640
+    other = cache.open()
+    cache.adopt(
+        other, cache.find(chain, 1024), TOKENS
+    )  # 768 in blocks; its replay would start at 386, the window is at 640
+    assert cache.take_edits()[1:] == [
+        E.SetTable(other, 0, (1, 2, 3, 4, 5)),
+        E.SetLength(other, 640, (637, 638, 639)),
+        E.LoadWindow(0, other, 640),
+    ]
+    assert (cache.stats.hit_tokens, cache.stats.window_hits, cache.stats.window_replays) == (1280, 2, 0)
+    cache.close(slot)
+    cache.close(other)
+
+
+def test_a_replay_starts_before_the_end_of_its_blocks():
+    cache = make("bounded", lookback=200)
+    chain, slot = chain_of(TOKENS), cache.open()
+    cache.reserve(slot, len(TOKENS))
+    cache.publish(slot, chain, len(TOKENS))
+    cache.close(slot)
+    cache.take_edits()
+    slot = cache.open()
+    cache.adopt(slot, cache.find(chain, 390), TOKENS[:390])
+    assert cache.take_edits() == [
+        E.OpenSlot(slot),
+        E.SetTable(slot, 0, (1, 2)),
+        E.SetLength(slot, 128, tuple(range(128))),  # there are no 200 tokens before it
+    ]
+    assert (cache.stats.hit_tokens, cache.stats.replay_tokens, cache.stats.window_replays) == (128, 128, 1)
+    cache.close(slot)
+
+
+def test_a_fork_s_edits_are_returned_because_they_run_after_the_forward_pass():
+    cache = make()
+    chain, slot = chain_of(TOKENS), cache.open()
+    cache.reserve(slot, 300)
+    cache.take_edits()
+    child, edits = cache.fork(slot, 300)
+    assert cache.take_edits() == []
+    assert edits == (
+        E.OpenSlot(child),
+        E.SetTable(child, 0, (1, 2, 4)),
+        E.CopyBlock(3, 4),
+        E.CopySlot(slot, child),
+    )
+    aligned, edits = cache.fork(slot, 256)
+    assert [type(edit) for edit in edits] == [E.OpenSlot, E.SetTable, E.CopySlot]  # nothing half full to copy
+    with pytest.raises(ValueError, match="no blocks reserved for 385 tokens"):
+        cache.fork(slot, 385)
+    for one in (slot, child, aligned):
+        cache.publish(one, chain.copy(), 256)  # whoever comes first; the others have the same blocks
+    assert cache.stats.blocks_published == 2 and cache.num_cached_blocks == 0
+    cache.close(slot)
+    assert cache.num_cached_blocks == 0 and cache.num_used_blocks == 3  # the children still read them
+    cache.close(child)
+    cache.close(aligned)
+    assert cache.num_cached_blocks == 2
+
+
+def test_a_fork_of_a_prompt_that_was_hit_publishes_only_its_own():
+    cache = make("bounded")
+    chain, slot = chain_of(TOKENS), cache.open()
+    cache.reserve(slot, 800)
+    cache.publish(slot, chain, 800)
+    cache.close(slot)
+    parent = cache.open()
+    cache.adopt(parent, cache.find(chain, 600), TOKENS[:600])
+    cache.reserve(parent, 600)
+    child, _ = cache.fork(parent, 600)
+    before = cache.stats.blocks_published
+    cache.publish(child, chain, 600)
+    assert cache.stats.blocks_published == before + 1  # the fourth block, computed together with the parent
+    cache.close(parent)
+    cache.close(child)
+
+
+def test_only_an_empty_slot_adopts_and_only_what_is_still_there():
+    cache = make("bounded")
+    chain, slot = chain_of(TOKENS), cache.open()
+    cache.reserve(slot, 1024)
+    cache.publish(slot, chain, 1024)
+    hit = cache.find(chain, 1024)
+    with pytest.raises(ValueError, match="has blocks already"):
+        cache.adopt(slot, hit, TOKENS)
+    cache.close(slot)
+    slot = cache.open()
+    cache.clear_prefix_cache()
+    with pytest.raises(RuntimeError, match="evicted between find and adopt"):
+        cache.adopt(slot, hit, TOKENS)
+    assert cache.num_used_blocks == 0
+    cache.close(slot)
+
+
+def test_more_tokens_than_blocks_cannot_be_published():
+    cache = make()
+    slot = cache.open()
+    cache.reserve(slot, 128)
+    with pytest.raises(ValueError, match="256 tokens computed in 1 blocks"):
+        cache.publish(slot, chain_of(TOKENS), 256)
+    cache.close(slot)
+
+
+def test_what_was_computed_before_a_clear_never_comes_back():
+    cache = make("bounded")
+    chain = chain_of(TOKENS)
+    old, ticket_owner = cache.open(), cache.open()
+    for slot in (old, ticket_owner):
+        cache.reserve(slot, 700)
+        cache.announce(slot, chain, 700)
+    cache.publish(old, chain, 300)
+    ticket = cache.offload(ticket_owner, 700)
+    cache.close(ticket_owner)
+    cache.clear_prefix_cache()
+    assert not any(map(cache.is_computing, chain.hashes))
+    child, _ = cache.fork(old, 600)
+    restored = cache.open()
+    cache.close(old)
+    cache.reserve(restored, 700)
+    cache.restore(ticket, restored, TOKENS[:700])
+    for slot in (child, restored):
+        cache.publish(slot, chain, 600)
+        cache.announce(slot, chain, 700)
+        assert not cache.save_window(slot, chain, 512)
+        cache.close(slot)
+    assert cache.num_cached_blocks == 0 and cache.find(chain, 1024).length == 0
+    fresh = cache.open()
+    cache.reserve(fresh, 700)
+    cache.publish(fresh, chain, 700)
+    assert cache.find(chain, 1024).length == 640
+    cache.close(fresh)
+
+
+def test_host_memory_for_preempted_sequences_is_bounded():
+    cache = make("off")
+    slot = cache.open()
+    cache.reserve(slot, 4 * B)
+    cache.take_edits()
+    ticket = cache.offload(slot, 3 * B + 1)
+    assert cache.take_edits() == [E.Offload(ticket, slot, (1, 2, 3, 4))]
+    assert cache.offload(slot, 4 * B) is None  # 7 blocks in all
+    assert cache.take_edits() == []
+    other = cache.offload(slot, 3 * B)
+    assert other != ticket and cache.num_offloaded == 2
+    cache.forget(ticket)
+    assert cache.offload(slot, 4 * B) is not None
+    with pytest.raises(ValueError, match="no blocks reserved for 513 tokens"):
+        cache.offload(slot, 4 * B + 1)
+    cache.close(slot)
+
+
+def test_a_restored_sequence_never_overwrites_a_shared_block():
+    cache = make("bounded")
+    chain, slot = chain_of(TOKENS), cache.open()
+    cache.reserve(slot, 600)
+    cache.publish(slot, chain, 600)
+    ticket = cache.offload(slot, 600)
+    with pytest.raises(ValueError, match="shares blocks"):
+        cache.restore(ticket, slot, TOKENS[:600])
+    cache.close(slot)
+    adopter = cache.open()
+    cache.adopt(adopter, cache.find(chain, 600), TOKENS[:600])
+    cache.reserve(adopter, 600)
+    with pytest.raises(ValueError, match="shares blocks"):
+        cache.restore(ticket, adopter, TOKENS[:600])
+    cache.close(adopter)
+    again = cache.open()
+    cache.reserve(again, 600)
+    cache.take_edits()
+    assert cache.restore(ticket, again, TOKENS[:600]) == 600
+    blocks = tuple(cache.table(again).tolist())
+    assert cache.take_edits() == [E.Restore(ticket, again, blocks), E.SetLength(again, 600, (597, 598, 599))]
+    with pytest.raises(ValueError, match=f"ticket {ticket} is not in use"):
+        cache.restore(ticket, again, TOKENS[:600])
+    cache.close(again)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"num_blocks": 0}, "num_blocks must be at least 1"),
+        ({"table_width": 0}, "table_width must be at least 1"),
+        ({"window_entries": -1}, "window_entries must not be negative"),
+        ({"offload_blocks": -1}, "offload_blocks must not be negative"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def _lose_a_slot(cache):
+    cache._free_slots.pop()
+
+
+def _count_once_too_often(cache):
+    cache._pool.references[1] += 1
+
+
+def _forget_a_hash(cache):
+    cache._index.remove([1])
+
+
+def _swap_two_blocks(cache):
+    cache._tables[0, :2] = cache._tables[0, 1::-1]
+
+
+def _free_a_cached_block(cache):
+    cache._pool.hashed[4] = False
+
+
+def _claim_capacity(cache):
+    cache.capacity[1] = 128
+
+
+def _promise_for_nobody(cache):
+    cache._announced.announce(3, [b"x"], 0, 1)
+
+
+def _lose_a_window(cache):
+    cache._windows._free.pop()
+
+
+def _lose_offloaded_blocks(cache):
+    cache._offloaded.num_used -= 1
+
+
+def _leave_a_block_behind_the_table(cache):
+    cache._tables[1, 0] = 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _lose_a_slot,
+        _count_once_too_often,
+        _forget_a_hash,
+        _swap_two_blocks,
+        _free_a_cached_block,
+        _claim_capacity,
+        _promise_for_nobody,
+        _lose_a_window,
+        _lose_offloaded_blocks,
+        _leave_a_block_behind_the_table,
+    ],
+)
+def test_damage_to_the_books_is_found(damage):
+    cache = make()
+    chain, slot, other = chain_of(TOKENS), cache.open(), cache.open()
+    cache.reserve(slot, 300)
+    cache.publish(slot, chain, 300)
+    cache.reserve(other, 300)
+    cache.publish(other, chain_of(TOKENS + 1), 300)
+    cache.offload(other, 300)
+    cache.close(other)
+    cache.check_integrity()
+    damage(cache)
+    live_caches.discard(cache)  # it stays broken
+    with pytest.raises(RuntimeError):
+        cache.check_integrity()
+
+
+def test_the_oldest_are_evicted_first_however_often_blocks_come_and_go():
+    """Against a plain list, through many compactions of the queue."""
+    generator = np.random.default_rng(0)
+    queue, model = EvictionQueue(40), []
+    for _ in range(3000):
+        outside = [block for block in range(1, 41) if block not in model]
+        count = int(generator.integers(0, 12))
+        action = generator.integers(0, 3)
+        if action == 0:
+            blocks = generator.permutation(outside)[:count].astype(np.int64)
+            queue.append(blocks)
+            model += blocks.tolist()
+        elif action == 1:
+            blocks = generator.permutation(model)[:count].astype(np.int64)
+            queue.remove(blocks)
+            model = [block for block in model if block not in blocks]
+        else:
+            count = min(count, len(model))
+            assert queue.pop(count).tolist() == model[:count]
+            model = model[count:]
+        assert queue.blocks().tolist() == model and len(queue) == len(model)
+
+
+def test_a_block_that_is_free_can_be_neither_shared_nor_released_nor_kept():
+    pool = BlockPool(4)
+    blocks = pool.take(2)
+    pool.release(blocks)
+    with pytest.raises(ValueError, match="block 1 is free and cannot be shared"):
+        pool.share(blocks)
+    with pytest.raises(ValueError, match="block 1 is free already"):
+        pool.release(blocks)
+    with pytest.raises(ValueError, match="has no content to keep"):
+        pool.keep(blocks)
+    pool.check_integrity(np.empty(0, np.int64))
+
+
+def test_settings_of_the_model_and_the_engine_are_taken_over():
+    from deepinfer.config import EngineConfig
+    from deepinfer.model.presets import tiny
+
+    model = tiny()
+    config = EngineConfig(
+        max_model_len=1000, max_num_seqs=3, max_num_batched_tokens=64, num_blocks=20, prefix_caching="exact", drafts=2
+    )
+    cache = CacheManager.for_model(model, config, offload_blocks=5)
+    assert (cache.max_num_seqs, cache.num_blocks, cache.table_width) == (3, 20, 8)
+    assert cache.window == model.sliding_window
+    assert cache.replay_tokens >= model.num_hidden_layers * (model.sliding_window - 1)

@@ -27,10 +27,8 @@ def chain_of(tokens: np.ndarray, salt: str = "") -> HashChain:
 
 
 def make(mode: str = "bounded", **changes) -> CacheManager:
-    settings = dict(
-        max_num_seqs=4, num_blocks=32, table_width=16, window=WINDOW, num_layers=LAYERS, window_entries=8, lookback=3
-    )
-    return CacheManager(**(settings | {"prefix_caching": mode} | changes))
+    sizes = {"max_num_seqs": 4, "num_blocks": 32, "table_width": 16, "window": WINDOW, "num_layers": LAYERS}
+    return CacheManager(**(sizes | {"window_entries": 8, "lookback": 3, "prefix_caching": mode} | changes))
 
 
 def compute(cache: CacheManager, tokens: np.ndarray, windows=(), salt: str = "") -> HashChain:
