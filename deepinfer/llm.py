@@ -119,7 +119,10 @@ class LLM:
             seed=seed,
         )
         self.engine = Engine(
-            build_core(self.path, self.model, self.engine_config), detokenizer=self.tokenizer.text_stream
+            build_core(self.path, self.model, self.engine_config),
+            detokenizer=self.tokenizer.text_stream,
+            report=lambda line: tqdm.write(f"deepinfer: {line}", file=sys.stderr),  # above a progress bar, not through
+            report_interval=chosen.logging_interval,
         )
         self.settings: Settings = chosen
         self._ids = count()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import assert_all_free
 from golden import golden_dir, load
 
 from deepinfer import LLM, InvalidRequestError, SamplingParams
@@ -238,6 +239,32 @@ def test_an_interrupted_call_frees_everything(llm, monkeypatch) -> None:
         ask(llm, PROMPTS, GREEDY)
     monkeypatch.undo()
     assert len(tokens(ask(llm, PROMPTS[1:2], GREEDY))[0][0]) == 4
+
+
+def test_after_an_interrupt_nothing_unfinished_is_taken_for_cached(tiny_checkpoint: Path, monkeypatch) -> None:
+    """Ctrl-C while the device was about to put a window away: it must not be loaded later as if it were there."""
+    llm = LLM(tiny_checkpoint, max_model_len=512, verbose=False)
+    cold = ask(llm, [LONG], GREEDY)  # its last window is put away at the beginning of the next step
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.core.loop._runner.storage, "apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ask(llm, PROMPTS[1:2], GREEDY)
+    monkeypatch.undo()
+    assert_all_free(llm.engine.cache)
+    assert tokens(ask(llm, [LONG], GREEDY)) == tokens(cold)
+    assert ask(llm, [LONG], GREEDY)[0].cached_tokens > 0  # and the cache works on
+
+
+def test_a_progress_line_comes_each_n_steps(tiny_checkpoint: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("DEEPINFER_LOGGING_INTERVAL_STEP", "3")
+    llm = LLM(tiny_checkpoint, max_model_len=256, verbose=False)
+    ask(llm, PROMPTS[:2], GREEDY.with_changes(max_tokens=7))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("deepinfer: step")]
+    assert [line.split(" | ")[0] for line in lines] == ["deepinfer: step 3", "deepinfer: step 6"]
+    assert "running 2, waiting 0" in lines[0]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

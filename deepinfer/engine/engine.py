@@ -20,13 +20,15 @@ from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.stop import FinishReason
+from deepinfer.metrics.log_line import LogLine
 
 
 class Engine:
     """Not thread-safe: one owner calls add_request, abort and step in turn.
 
     detokenizer: makes the text stream of a sequence (argument: skip_special_tokens), or None for ids only, in which
-    case stop strings are refused. clock: the core's, in seconds.
+    case stop strings are refused. clock: the core's, in seconds. report: gets a line on how the engine does every
+    `report_interval` steps; 0 = never.
     """
 
     def __init__(
@@ -35,11 +37,16 @@ class Engine:
         *,
         detokenizer: Callable[[bool], TextStream] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        report: Callable[[str], None] | None = None,
+        report_interval: int = 0,
     ) -> None:
         self.core = core
         self.outputs = OutputProcessor(detokenizer, clock)
         self._clock = clock
         self._numbers = count()
+        self._report = report if report_interval else None
+        self._log = LogLine(report_interval, clock)
+        self._reported = core.meter.last
 
     @property
     def scheduler(self) -> Scheduler:
@@ -100,8 +107,12 @@ class Engine:
             tenant=tenant,
             salt=salt,
         )
-        self.core.add(request, tuple(blocked_on))
         self.outputs.add(request, prompt, now if arrival is None else arrival)
+        try:
+            self.core.add(request, tuple(blocked_on))
+        except BaseException:
+            self.discard(request_id)
+            raise
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in whatever state it is and frees what it holds; False if it is not running. Idempotent."""
@@ -132,13 +143,31 @@ class Engine:
         try:
             output = self.core.step()
         except EngineStepError:
-            for request_id in self.outputs.unfinished():
-                self.outputs.end(request_id, FinishReason.ABORT)
+            self._end_outputs()
+            raise
+        except BaseException:  # an interrupt may have struck anywhere: what the device was to do may not be done
+            self.core.loop.reset()
+            self.core.abort_all()
+            self.core.scheduler.forget_edits()
+            self._end_outputs()
             raise
         deltas, aborts = self.outputs.process(output)
         for number, index in aborts:
             self.core.abort(number, index)
+        self._report_progress()
         return deltas
+
+    def _end_outputs(self) -> None:
+        for request_id in self.outputs.unfinished():
+            self.outputs.end(request_id, FinishReason.ABORT)
+
+    def _report_progress(self) -> None:
+        step = self.core.meter.last
+        if self._report is None or step is self._reported:
+            return
+        self._reported = step
+        if (line := self._log.observe(step)) is not None:
+            self._report(line)
 
     def close(self) -> None:
         """Ends everything and stops the device's thread, if there is one. Idempotent."""
