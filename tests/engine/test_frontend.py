@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import Letters, drain, make_engine, tokens
 
+from deepinfer.engine.admission import check_token_ids
+from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.frontend import OutputProcessor
 from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.sampling_params import SamplingParams
@@ -212,3 +217,69 @@ def test_steps_of_any_size_give_the_same_text(text: str, stop: str, cuts: list[i
     assert shown == output.text == before
     assert output.finish_reason == ("stop" if found else "abort")
     assert len(output.token_id) == len(before + found)
+
+
+# -- behind it, a real engine core -------------------------------------------------------------------------------------
+
+
+class Damaged(Letters):
+    """Text that breaks at the third token."""
+
+    def __init__(self) -> None:
+        self.pushed = 0
+
+    def push(self, token_id: int) -> str:
+        self.pushed += 1
+        if self.pushed == 3:
+            raise ZeroDivisionError("damaged")
+        return super().push(token_id)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_broken_text_ends_its_request_frees_it_and_leaves_the_others_their_tokens(overlap: bool, n: int) -> None:
+    engine = make_engine(overlap=overlap, detokenizer=lambda skip: Letters() if skip else Damaged())
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    engine.add_request("bad", [3, 4], greedy.with_changes(skip_special_tokens=False, n=n, seq_seed=1, temperature=1))
+    engine.add_request("good", [5, 6], greedy)
+    engine.add_request("alone", [5, 6], greedy)
+    while engine.is_unfinished("bad"):
+        engine.step()
+    assert engine.cache.num_free_slots >= engine.cache.max_num_seqs - 2  # only the two others hold one
+    drain(engine)
+    bad = engine.pop_output("bad")
+    assert bad.error == "ZeroDivisionError: damaged"
+    assert {completion.finish_reason for completion in bad.outputs} == {"error"}
+    good = tokens([engine.pop_output("good"), engine.pop_output("alone")])
+    assert good[0] == good[1] and len(good[0][0]) == 12
+    assert engine.cache.num_free_blocks == engine.cache.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("field", "given"), [("request_id", 7), ("request_id", "x" * 257), ("tenant", "a\ud800"), ("salt", None)]
+)
+def test_a_name_that_cannot_be_sent_is_refused_at_the_door(field: str, given: object) -> None:
+    engine = make_engine()
+    options = {"request_id": "a"} | {field: given}
+    with pytest.raises(InvalidRequestError, match=f"^{field}: "):
+        engine.add_request(options.pop("request_id"), [3], SamplingParams(), **options)  # type: ignore[arg-type]
+    assert not engine.has_unfinished
+
+
+def test_a_request_that_the_core_refuses_leaves_no_trace() -> None:
+    engine = make_engine()
+    engine.core.drain()
+    with pytest.raises(InvalidRequestError, match="shutting down"):
+        engine.add_request("a", [3], SamplingParams())
+    assert not engine.has_unfinished and not engine.outputs.is_known("a")
+
+
+def test_a_million_ids_pass_the_door_in_a_blink_and_the_wrong_one_is_named() -> None:
+    ids = [7] * 1_000_000
+    begin = time.perf_counter()
+    check_token_ids("prompt_token_ids", ids, 129_280, {})
+    assert time.perf_counter() - begin < 1.0  # 60 ms on an idle core
+    for wrong, said_of_it in ((129_280, "must be a whole number"), (True, "got True"), (5, "id 5 stands for")):
+        ids[777_777] = wrong
+        with pytest.raises(InvalidRequestError, match=f"entry 777777.*{said_of_it}"):
+            check_token_ids("prompt_token_ids", ids, 129_280, {5: "stands for a picture"})
