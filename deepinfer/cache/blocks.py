@@ -97,11 +97,11 @@ class EvictionQueue:
 class BlockPool:
     """Hands out ids 1 .. num_blocks, the lowest free ones first, then those of evicted blocks.
 
-    on_evict: told the ids (int64 [n]) whose content is lost, before they are handed out.
+    on_evict: if set, told the ids (int64 [n]) whose content is lost, before they are handed out.
     Arguments named `blocks` are int64 [n] without repetition.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[np.ndarray], None] | None = None) -> None:
+    def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -110,7 +110,7 @@ class BlockPool:
         self._free = np.arange(num_blocks, NULL_BLOCK, -1, dtype=np.int64)  # a stack, its top at _num_free - 1
         self._num_free = num_blocks
         self._cached = EvictionQueue(num_blocks)
-        self._on_evict = on_evict
+        self.on_evict: Callable[[np.ndarray], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -147,8 +147,8 @@ class BlockPool:
         if count > from_free:
             evicted = self._cached.pop(count - from_free)
             self.hashed[evicted] = False
-            if self._on_evict is not None:
-                self._on_evict(evicted)
+            if self.on_evict is not None:
+                self.on_evict(evicted)
             blocks = np.concatenate((blocks, evicted))
         self.references[blocks] = 1
         return blocks

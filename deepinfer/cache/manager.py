@@ -7,7 +7,6 @@ step (edits.py says why that is enough). `check_integrity` proves the books.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,33 +25,15 @@ from deepinfer.cache.edits import (
     SetLength,
     SetTable,
 )
-from deepinfer.cache.events import DEVICE, REMOVED, STORED, WINDOW, CacheEvent
+from deepinfer.cache.events import CacheEvent
 from deepinfer.cache.hashing import HashChain
 from deepinfer.cache.offload import Offloaded, OffloadStore
-from deepinfer.cache.prefix import Announcements, PrefixHit, PrefixIndex, ReplayPolicy
-from deepinfer.cache.windows import WindowIndex
+from deepinfer.cache.prefix import PrefixHit, ReplayPolicy
+from deepinfer.cache.prefix_cache import CacheStats, PrefixCache
 
 if TYPE_CHECKING:
     from deepinfer.config import EngineConfig
     from deepinfer.model.config import ModelConfig
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """Counters since the start. Tokens unless a name says otherwise."""
-
-    queries: int = 0  # sequences that asked for a prefix
-    query_tokens: int = 0
-    hit_tokens: int = 0  # not computed
-    replay_tokens: int = 0  # computed again for their windows
-    window_hits: int = 0  # sequences that continued from a stored window
-    window_replays: int = 0  # sequences that had to replay
-    windows_saved: int = 0
-    windows_evicted: int = 0
-    blocks_published: int = 0
-    blocks_evicted: int = 0
-    offloads: int = 0
-    restores: int = 0
 
 
 class CacheManager:
@@ -87,7 +68,7 @@ class CacheManager:
         self.window = window
         self.capacity = np.zeros(max_num_seqs, np.int64)  # tokens that each slot's blocks hold; read only for others
         self.stats = CacheStats()
-        self._pool = BlockPool(num_blocks, self._evicted)
+        self._pool = BlockPool(num_blocks)
         self._tables = np.zeros((max_num_seqs, table_width), np.int64)  # null blocks; memory is taken as it is used
         self._num_blocks = [0] * max_num_seqs  # of each table
         self._published = [0] * max_num_seqs  # blocks of each table that the index has seen
@@ -96,12 +77,9 @@ class CacheManager:
         self._open: set[int] = set()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._policy = ReplayPolicy(prefix_caching, window, num_layers)
-        self._index = PrefixIndex()
-        self._announced = Announcements()
-        self._windows = WindowIndex(window_entries if self._policy.enabled else 0)
+        self._prefixes = PrefixCache(self._policy, self._pool, window_entries, self.stats, on_event)
         self._offloaded = OffloadStore(offload_blocks)
         self._lookback = lookback
-        self._on_event = on_event
         self._edits: list[Edit] = []
         live_caches.add(self)
 
@@ -155,7 +133,7 @@ class CacheManager:
     @property
     def num_windows(self) -> int:
         """Windows in host memory."""
-        return len(self._windows)
+        return len(self._prefixes.windows)
 
     @property
     def num_offloaded(self) -> int:
@@ -242,7 +220,7 @@ class CacheManager:
     def close(self, slot: int) -> None:
         """Give a sequence's blocks and slot back; the published ones stay cached until their room is needed."""
         self._pool.release(self.table(slot))
-        self._announced.withdraw(slot)
+        self._prefixes.announced.withdraw(slot)
         self._tables[slot, : self._num_blocks[slot]] = NULL_BLOCK
         self._set_num_blocks(slot, 0)
         self._open.remove(slot)
@@ -252,14 +230,12 @@ class CacheManager:
 
     def find(self, chain: HashChain, known: int) -> PrefixHit:
         """What a sequence of `known` tokens need not compute. Changes nothing; `adopt` takes it."""
-        return self._policy.choose(self._cached_prefix(chain, known), chain.hashes, self._windows.find)
+        return self._prefixes.find(chain, known)
 
     def first_missing(self, chain: HashChain, known: int) -> bytes | None:
         """The hash of the first block that the sequence could adopt if it were there; None: they are all there. Where
         it is being computed (`is_computing`), waiting for it saves computing it twice."""
-        count = len(self._cached_prefix(chain, known))
-        limit = min(self._policy.most_blocks(known), len(chain.hashes))
-        return chain.hashes[count] if count < limit else None
+        return self._prefixes.first_missing(chain, known)
 
     def adopt(self, slot: int, hit: PrefixHit, token_ids: np.ndarray) -> None:
         """The slot, just opened, starts with what `find` found a moment ago; nothing happens for a cold hit.
@@ -277,7 +253,7 @@ class CacheManager:
         if not hit.length:
             return
         if hit.window_entry is not None:
-            self._windows.use(hit.window_entry)
+            self._prefixes.windows.use(hit.window_entry)
         self._pool.share(blocks)
         self._extend_table(slot, blocks)
         self._published[slot] = len(blocks)
@@ -301,30 +277,20 @@ class CacheManager:
             raise ValueError(f"slot {slot}: {computed} tokens computed in {self._num_blocks[slot]} blocks")
         if end <= first or not self._publishes(slot):
             return
-        blocks = self._tables[slot, first:end]
-        digests = chain.hashes[first:end]
-        parents = [chain.digest(first * BLOCK_TOKENS), *digests[:-1]]
-        before = self._index.num_blocks
-        new = [
-            self._index.add(block, digest, parent)
-            for block, digest, parent in zip(blocks.tolist(), digests, parents, strict=True)
-        ]
-        self._pool.keep(blocks)
+        self._prefixes.store(self._tables[slot, first:end], chain, first)
         self._published[slot] = end
-        self._announced.withdraw(slot, below=end)
-        self.stats.blocks_published += self._index.num_blocks - before
-        self._tell_stored(digests, parents, new)
+        self._prefixes.announced.withdraw(slot, below=end)
 
     def announce(self, slot: int, chain: HashChain, known: int) -> None:
         """The slot's prefill is going to publish its full blocks below `known`. `publish` and `close` withdraw."""
         self._check_open(slot)
         if self._publishes(slot):
             end = min(known // BLOCK_TOKENS, len(chain.hashes))
-            self._announced.announce(slot, chain.hashes, self._published[slot], end)
+            self._prefixes.announced.announce(slot, chain.hashes, self._published[slot], end)
 
     def is_computing(self, digest: bytes) -> bool:
         """Whether some open slot has announced a block with this hash and not published it yet."""
-        return digest in self._announced
+        return digest in self._prefixes.announced
 
     def save_window(self, slot: int, chain: HashChain, boundary: int) -> bool:
         """Keep the window before `boundary`, a multiple of 128 that the slot's replica holds, in host memory -> whether
@@ -332,38 +298,20 @@ class CacheManager:
         self._check_open(slot)
         if boundary < 1 or boundary % BLOCK_TOKENS or boundary > len(chain.hashes) * BLOCK_TOKENS:
             raise ValueError(f"no window can be stored at {boundary}: not a block's end, or not hashed")
-        if not self._windows.num_entries or not self._publishes(slot):
-            return False
-        digest = chain.digest(boundary)
-        known = self._windows.find(digest)
-        if known is not None:
-            self._windows.use(known)
-            return False
-        entry, evicted = self._windows.add(digest)
-        self._edits.append(SaveWindow(slot, boundary, entry))
-        self.stats.windows_saved += 1
-        self.stats.windows_evicted += evicted is not None
-        if evicted is not None:
-            self._tell(REMOVED, (evicted,), None, WINDOW)
-        self._tell(STORED, (digest,), None, WINDOW)
-        return True
+        entry = self._prefixes.store_window(chain.digest(boundary)) if self._publishes(slot) else None
+        if entry is not None:
+            self._edits.append(SaveWindow(slot, boundary, entry))
+        return entry is not None
 
     def has_window(self, digest: bytes) -> bool:
-        return digest in self._windows
+        return digest in self._prefixes.windows
 
     def clear_prefix_cache(self) -> None:
         """Nothing computed so far is found again, not even what running sequences publish later."""
         self._era += 1
-        blocks = self._index.blocks()
-        self._pool.forget(blocks)
-        lost = self._index.remove(blocks.tolist())
-        if lost:
-            self._tell(REMOVED, lost, None, DEVICE)
-        windows = self._windows.clear()
-        if windows:
-            self._tell(REMOVED, tuple(windows), None, WINDOW)
+        self._prefixes.clear()
         for slot in self._open:
-            self._announced.withdraw(slot)
+            self._prefixes.announced.withdraw(slot)
             self._published[slot] = 0
 
     # -- preemption to host memory --------------------------------------------------------------------------------
@@ -441,32 +389,6 @@ class CacheManager:
     def _publishes(self, slot: int) -> bool:
         return self._policy.enabled and self._eras[slot] == self._era
 
-    def _cached_prefix(self, chain: HashChain, known: int) -> list[int]:
-        return self._index.longest(chain.hashes, self._policy.most_blocks(known), self._pool.references)
-
-    def _evicted(self, blocks: np.ndarray) -> None:
-        lost = self._index.remove(blocks.tolist())
-        self.stats.blocks_evicted += len(blocks)
-        if lost:
-            self._tell(REMOVED, lost, None, DEVICE)
-
-    def _tell(self, kind: str, hashes: tuple[bytes, ...], parent: bytes | None, tier: str) -> None:
-        if self._on_event is not None:
-            self._on_event(CacheEvent(kind, hashes, parent, tier))
-
-    def _tell_stored(self, digests: list[bytes], parents: list[bytes], new: list[bool]) -> None:
-        """One event per run of new contents that follow each other."""
-        if self._on_event is None:
-            return
-        start = 0
-        while start < len(new):
-            end = start
-            while end < len(new) and new[end]:
-                end += 1
-            if end > start:
-                self._tell(STORED, tuple(digests[start:end]), parents[start], DEVICE)
-            start = end + 1
-
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free + used + cached = total for blocks, slots, windows and tickets, every count
         equals the tables, and every known hash continues the one before it."""
@@ -481,10 +403,8 @@ class CacheManager:
             raise RuntimeError("a free slot has blocks")
         tables = [self.table(slot) for slot in self.open_slots()]
         self._pool.check_integrity(np.concatenate([*tables, np.empty(0, np.int64)]))
-        self._index.check_integrity(self._pool.hashed, tables)
+        self._prefixes.check_integrity(tables, self._open)
         for slot in self._open:
             if not self._pool.hashed[self._tables[slot, : self._published[slot]]].all():
                 raise RuntimeError(f"slot {slot}: {self._published[slot]} blocks published, but not all are known")
-        self._announced.check_integrity(self._open)
-        self._windows.check_integrity()
         self._offloaded.check_integrity()

@@ -426,7 +426,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert cache.num_free_blocks == self.num_available() == cache.num_blocks - cache.num_used_blocks
         assert cache.num_free_slots == SEQS - len(self.open)
         assert cache.capacity.tolist() == [B * len(self.owned.get(slot, ())) for slot in range(SEQS)]
-        assert [self.content_of[digest] for digest in cache._windows.digests()] == self.windows
+        assert [self.content_of[digest] for digest in cache._prefixes.windows.digests()] == self.windows
         announced = set().union(*self.promised.values())
         assert all(cache.is_computing(digest) == (digest in announced) for digest in self.content_of)
 
@@ -745,7 +745,7 @@ def _count_once_too_often(cache):
 
 
 def _forget_a_hash(cache):
-    cache._index.remove([1])
+    cache._prefixes._index.remove([1])
 
 
 def _swap_two_blocks(cache):
@@ -761,11 +761,11 @@ def _claim_capacity(cache):
 
 
 def _promise_for_nobody(cache):
-    cache._announced.announce(3, [b"x"], 0, 1)
+    cache._prefixes.announced.announce(3, [b"x"], 0, 1)
 
 
 def _lose_a_window(cache):
-    cache._windows._free.pop()
+    cache._prefixes.windows._free.pop()
 
 
 def _lose_offloaded_blocks(cache):
