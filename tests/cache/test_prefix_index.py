@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import prefix_index  # benchmarks/
 import pytest
 
 from deepinfer.cache.events import EventBuffer
@@ -413,3 +414,22 @@ def test_equal_contents_are_one_for_those_who_watch():
     cache.reserve(filler, 8 * 128)
     assert [(e.kind, set(e.hashes)) for e in buffer.take()] == [("removed", set(chain.hashes))]
     cache.close(filler)
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_the_index_runs_and_names_every_target():
+    report = prefix_index.measure(tokens=64 * 128, count=64, repeat=2)
+    assert report["targets_ms"].keys() <= report["wall_ms"].keys() == report["process_ms"].keys()
+    assert all(value >= 0 for value in report["wall_ms"].values())
+    assert report["missed"] == []  # a hundredth of the real size
+
+
+def test_looking_up_a_longer_prompt_hashes_only_what_is_new():
+    """A turn of a conversation must not pay for the whole transcript again: what was hashed stays as it is."""
+    tokens = tokens_of(40 * 128)
+    chain = chain_of(tokens[: 39 * 128])
+    before = list(chain.hashes)
+    chain.extend(tokens)
+    assert all(old is new for old, new in zip(before, chain.hashes, strict=False)) and len(chain.hashes) == 40
