@@ -9,8 +9,6 @@ from deepinfer.cache.blocks import BLOCK_TOKENS
 from deepinfer.cache.formats import KVFormat, lookback, open_pairs, ring_rows
 from deepinfer.model.config import ModelConfig
 
-__all__ = ["LastTokens", "OpenRows", "PagedRecords", "WindowRings", "lookback"]
-
 
 class PagedRecords:
     """Compressed KV and index keys of one KV source: `128 / ratio` entries per block, addressed by row.
@@ -18,10 +16,8 @@ class PagedRecords:
     The row of entry j of a sequence is table[j // per_block] * per_block + j % per_block.
     """
 
-    def __init__(
-        self, config: ModelConfig, layer: int, num_blocks: int, kind: KVFormat | torch.dtype, device: torch.device
-    ) -> None:
-        self.format = kind if isinstance(kind, KVFormat) else KVFormat.plain(kind)
+    def __init__(self, config: ModelConfig, layer: int, num_blocks: int, kind: KVFormat, device: torch.device) -> None:
+        self.format = kind
         self.ratio = config.ratio(layer)
         self.per_block = BLOCK_TOKENS // self.ratio
         rows = (num_blocks + 1) * self.per_block  # + 1: the null block
@@ -59,13 +55,13 @@ class WindowRings:
         self,
         config: ModelConfig,
         max_num_seqs: int,
-        kind: KVFormat | torch.dtype,
+        kind: KVFormat,
         device: torch.device,
         *,
         drafts: int = 0,
         replicas: bool = False,
     ) -> None:
-        self.format = (kind if isinstance(kind, KVFormat) else KVFormat.plain(kind)).window
+        self.format = kind.window
         self.window, self.ring, self.replicas = config.sliding_window, ring_rows(config, drafts), replicas
         self.replica_base = max_num_seqs * self.ring  # first replica row
         self.staging = self.replica_base + (2 * max_num_seqs * self.window if replicas else 0)  # first staging row
@@ -79,8 +75,9 @@ class WindowRings:
         need = self.staging + kv.shape[0]
         if self.pool.shape[1] < need:
             layers, rows, width = self.pool.shape
-            grown = self.pool.new_zeros(layers, max(need, rows + (rows - self.staging) // 2), width)
-            grown[:, : self.staging] = self.pool[:, : self.staging]
+            with torch.inference_mode(False):  # edits write it outside of a step, too
+                grown = self.pool.new_zeros(layers, max(need, rows + (rows - self.staging) // 2), width)
+                grown[:, : self.staging] = self.pool[:, : self.staging]
             self.pool = grown
         self.pool[layer, self.staging : need] = self.format.encode(kv)
         return self.pool[layer]

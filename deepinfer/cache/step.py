@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
@@ -94,7 +93,7 @@ class StepView:
         batch, rings = self.batch, self._store.windows
         positions = batch.row_positions
         rows = np.arange(batch.num_rows)
-        if batch.num_rows and int(batch.lengths.max()) > rings.ring:
+        if not batch.single and int(batch.lengths.max()) > rings.ring:
             rows = np.flatnonzero(positions >= batch.per_row(batch.ends - rings.ring))
         slots = batch.per_row(batch.chunk_slots)[rows]
         targets, sources = slots * rings.ring + positions[rows] % rings.ring, rings.staging + rows
@@ -138,16 +137,16 @@ class StepView:
         records, batch = self._store.records[layer], self.batch
         ratio = records.ratio
         if ratio not in self._entry_plans:
-            closes = batch.row_positions % ratio == ratio - 1
+            positions, slots = batch.row_positions, batch.per_row(batch.chunk_slots)
+            closes = np.ones(batch.num_rows, np.bool_) if ratio == 1 else (positions + 1) % ratio == 0
             if batch.write_from.any():
-                closes &= batch.row_positions >= batch.per_row(batch.write_from)
+                closes &= positions >= batch.per_row(batch.write_from)
             rows = np.flatnonzero(closes)
-            entries = batch.row_positions[rows] // ratio
-            slots = batch.to_device(batch.per_row(batch.chunk_slots)[rows])
+            entries = batch.to_device(positions[rows] // ratio)
             targets = select.entry_rows(
-                self._store.tables, slots, batch.to_device(entries).unsqueeze(1), records.per_block
+                self._store.tables, batch.to_device(slots[rows]), entries.unsqueeze(1), records.per_block
             )
-            self._entry_plans[ratio] = rows, batch.to_device(entries * ratio), targets.squeeze(1)
+            self._entry_plans[ratio] = rows, entries * ratio, targets.squeeze(1)
         return self._entry_plans[ratio]
 
     @cached_property
@@ -156,22 +155,18 @@ class StepView:
         this step, which pairs those are and the open rows (slot * pairs + place) that hold it, None = no such pair.
         Then rows of even positions near a chunk's end, and the open rows that they become."""
         batch, pairs = self.batch, self._store.open_rows.pairs
-        layer = next(iter(self._store.open_rows.rows))
-        second, _, _ = self._entry_plan(layer)
-        positions, slots = batch.row_positions, batch.per_row(batch.chunk_slots)
-        outside = np.flatnonzero(positions[second] == batch.per_row(batch.starts)[second])
-        stored = slots[second[outside]] * pairs + (positions[second[outside]] - 1) // 2 % pairs
-        even = np.flatnonzero((positions % 2 == 0) & (positions >= batch.per_row(batch.ends - 2 * pairs)))
-        places = slots[even] * pairs + positions[even] // 2 % pairs
-        put = batch.to_device
-        return (
-            put(second),
-            put(np.maximum(second - 1, 0)),
-            put(outside) if len(outside) else None,
-            put(stored) if len(outside) else None,
-            put(even),
-            put(places),
-        )
+        second, _, _ = self._entry_plan(next(iter(self._store.open_rows.rows)))
+        positions, put = batch.row_positions, batch.to_device
+        places = batch.per_row(batch.chunk_slots) * pairs + (positions >> 1) % pairs  # of a row's own pair
+        lone = positions[second] == batch.per_row(batch.starts)[second]
+        outside, stored = None, None
+        if lone.any():
+            outside, stored = put(np.flatnonzero(lone)), put(places[second[lone]])
+        open_ = (positions & 1) == 0
+        if not batch.single:
+            open_ &= positions >= batch.per_row(batch.ends - 2 * pairs)
+        even = np.flatnonzero(open_)
+        return put(second), put(np.maximum(second - 1, 0)), outside, stored, put(even), put(places[even])
 
     def close_pairs(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Ratio-2 source: rows float32 [N, 2, D] (value, gate) of this step -> first and second token of every pair
@@ -253,22 +248,10 @@ class StepView:
     def token_history(self, live_ids: Tensor, lookback: int) -> Tensor:
         """live_ids int64 [N]: the step's token ids, -1 for dead (image) tokens -> int64 [N, lookback + 1], column s the
         token s positions back, -1 before the sequence or dead. Remembers the newest."""
-        batch, store = self.batch, self._store.last_tokens
-        size, rows = store.shape[1], np.arange(batch.num_rows)
-        positions, slots = batch.row_positions, batch.per_row(batch.chunk_slots)
-        shifts = np.arange(lookback + 1)
-        wanted = positions[:, None] - shifts  # [N, lookback + 1] positions
-        own, nothing = wanted >= batch.per_row(batch.starts)[:, None], batch.num_rows + store.numel()
-        stored = batch.num_rows + slots[:, None] * size + wanted % size
-        places = np.where(own, rows[:, None] - shifts, np.where(wanted < 0, nothing, stored))
-        known = torch.cat((live_ids, store.flatten(), live_ids.new_full((1,), -1)))
-        history = known[batch.to_device(places)]
-        newest = rows
-        if int(batch.lengths.max()) > size:
-            newest = np.flatnonzero(positions >= batch.per_row(batch.ends - size))
-        targets = slots[newest] * size + positions[newest] % size
-        store.view(-1)[batch.to_device(targets)] = live_ids[batch.to_device(newest)]
-        return history
+        batch = self.batch
+        return select.token_history(
+            live_ids, batch.positions, batch.slots, batch.row_starts, self._store.last_tokens, lookback
+        )
 
 
 def crossings(batch: Batch) -> np.ndarray:

@@ -236,5 +236,23 @@ class CacheStorage:
     def _forget(self, order: edit.ForgetTicket) -> None:
         del self._offloaded[order.ticket]
 
+    # -- looking in -----------------------------------------------------------------------------------------------
+
+    def block_checksums(self, blocks: Sequence[int]) -> np.ndarray:
+        """A number per block, int64 [n], that changes with any bit of any of its records."""
+        ids, total = self._ids(blocks), np.zeros(len(blocks), np.int64)
+        for records in self.records.values():
+            for pool in records.blocks():
+                taken = pool[ids].flatten(1).contiguous().view(torch.uint8).cpu().numpy().astype(np.int64)
+                weights = np.arange(1, taken.shape[1] + 1) * 2_654_435_761  # odd, so no byte's change can cancel out
+                total = total * 1_000_003 + (taken + 1) @ weights
+        return total
+
+    def window_rows(self, slot: int) -> torch.Tensor:
+        """Window records of the slot's last positions, oldest first: [layers, min(window, length), width]."""
+        rings, length = self.windows, self.length(slot)
+        positions = torch.arange(max(0, length - rings.window), length, device=self.device)
+        return rings.pool[:, slot * rings.ring + positions % rings.ring]
+
     def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.device)

@@ -252,6 +252,13 @@ def block_rows(tables: Tensor, slots: Tensor, count: int, per_block: int) -> Ten
     return run(tables, slots, count, per_block)
 
 
+def token_history(
+    ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, store: Tensor, lookback: int
+) -> Tensor:
+    run = cpu.token_history if _whole_numbers(ids) else paging.token_history
+    return run(ids, positions, slots, starts, store, lookback)
+
+
 def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
     """pool[targets] = pool[sources] for a pool [rows, D] of any dtype; no row is both a target and a source."""
     if _whole_numbers(pool):

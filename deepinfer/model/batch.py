@@ -124,13 +124,18 @@ class Batch:
     def num_rows(self) -> int:
         return int(self.lengths.sum())
 
+    @cached_property
+    def single(self) -> bool:
+        """Whether every chunk is one row, as while all sequences decode."""
+        return self.num_rows == len(self.lengths)
+
     def per_row(self, values: np.ndarray) -> np.ndarray:
         """One value per chunk [chunks] -> one per row [N]."""
-        return values if self.num_rows == len(self.lengths) else np.repeat(values, self.lengths)
+        return values if self.single else np.repeat(values, self.lengths)
 
     @cached_property
     def row_positions(self) -> np.ndarray:
-        if self.num_rows == len(self.lengths):
+        if self.single:
             return self.starts
         return np.arange(self.num_rows) + self.per_row(self.starts - self.first_rows)
 
@@ -152,9 +157,8 @@ class Batch:
     @cached_property
     def logit_rows(self) -> Tensor:
         """Rows that need logits, in order."""
-        rows = np.arange(self.num_rows)
-        first = self.per_row(self.first_rows + self.lengths - self.num_logits)
-        return self.to_device(rows[rows >= first])
+        first = self.per_row(self.ends - self.num_logits)
+        return self.to_device(np.flatnonzero(self.row_positions >= first))
 
     def to_device(self, array: np.ndarray) -> Tensor:
         """A numpy array as a tensor beside the token ids (the same memory on a CPU)."""
@@ -194,6 +198,8 @@ def _check_chunks(
     if wrong.any():
         i = int(wrong.argmax())
         raise ValueError(f"chunk of slot {slots[i]}: {lengths[i]} tokens, {num_logits[i]} logits")
+    if not keep_from.any():
+        return
     dropped = (num_logits > 0) & (starts + lengths - num_logits < keep_from)
     if dropped.any():
         i = int(dropped.argmax())

@@ -326,3 +326,38 @@ def test_rows_of_pools_are_the_same_as_the_references(size, chunks, per_block, s
     assert torch.equal((got[0] >= 0).sum(1), seen)
     newest = got[0].gather(1, seen.unsqueeze(1) - 1).squeeze(1)
     assert torch.equal(newest, 5 * ring + torch.arange(len(positions)))
+
+
+@CASES
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=4),
+    lookback=st.integers(1, 4),
+    drafts=st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
+def test_histories_of_tokens_are_the_same_as_the_references(chunks, lookback, drafts, seed):
+    g = torch.Generator().manual_seed(seed)
+    positions = torch.cat([torch.arange(start, start + length) for start, length in chunks])
+    lengths = torch.tensor([length for _, length in chunks])
+    starts = torch.tensor([start for start, _ in chunks]).repeat_interleave(lengths)
+    owners = torch.randperm(5, generator=g)[: len(chunks)]
+    ids = torch.randint(-1, 50, (len(positions),), generator=g)
+    known = torch.randint(-1, 50, (5, 30), generator=g)  # what every slot's sequence holds, by position
+    size = lookback + drafts
+    store = torch.full((5, size), -7)
+    for slot, (start, _) in zip(owners.tolist(), chunks, strict=True):
+        for position in range(max(0, start - size), start):
+            store[slot, position % size] = known[slot, position]
+    slots = owners.repeat_interleave(lengths)
+    known[slots, positions] = ids
+    stores = [store.clone(), store.clone()]
+    got = select.token_history(ids, positions, slots, starts, stores[0], lookback)
+    with select.reference_only():
+        assert torch.equal(got, select.token_history(ids, positions, slots, starts, stores[1], lookback))
+    assert torch.equal(*stores)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        expected = [int(known[slot, position - s]) if position >= s else -1 for s in range(lookback + 1)]
+        assert got[row].tolist() == expected
+    for slot, (start, length) in zip(owners.tolist(), chunks, strict=True):
+        for position in range(max(0, start + length - size), start + length):
+            assert stores[0][slot, position % size] == known[slot, position]

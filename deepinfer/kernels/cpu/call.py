@@ -32,6 +32,7 @@ SIGNATURES = {
     "window_rows": "ppppiiiip",
     "entry_rows": "pippiiip",
     "block_rows": "pipiiip",
+    "token_history": "ppppipiip",
     "table_rows_f32": "pppiiipp",
     "philox_uniform_f32": "ppppiiiip",
 }

@@ -165,3 +165,12 @@ def block_rows(tables: Tensor, slots: Tensor, count: int, per_block: int) -> Ten
     rows = torch.empty(slots.numel(), count, dtype=torch.int64)
     call("block_rows", tables, tables.shape[1], slots, slots.numel(), count, per_block, rows)
     return rows
+
+
+def token_history(
+    ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, store: Tensor, lookback: int
+) -> Tensor:
+    history = torch.empty(ids.numel(), lookback + 1, dtype=torch.int64)
+    rows = (ids.contiguous(), positions, slots, starts, ids.numel())
+    call("token_history", *rows, store, store.shape[1], lookback, history)
+    return history

@@ -35,3 +35,25 @@ def block_rows(tables: Tensor, slots: Tensor, count: int, per_block: int) -> Ten
     """Pool rows of entries 0 .. count - 1 of each slot: int64 [B, count]."""
     entries = torch.arange(count, device=tables.device)
     return tables[slots][:, entries // per_block] * per_block + entries % per_block
+
+
+def token_history(
+    ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, store: Tensor, lookback: int
+) -> Tensor:
+    """The token of every row and those before it: int64 [N, lookback + 1], column s the token s positions back.
+
+    ids, positions, slots, starts int64 [N] (starts = first position of the row's chunk; rows chunk by chunk). A
+    position of the chunk is a row of the step, an earlier one lies in store int64 [slots, size] at position % size, one
+    before the sequence gives -1. Then the newest tokens of every chunk take their places in `store`.
+    """
+    size, rows = store.shape[1], torch.arange(len(ids), device=ids.device)
+    shifts = torch.arange(lookback + 1, device=ids.device)
+    wanted = positions.unsqueeze(1) - shifts
+    stored = store[slots.unsqueeze(1), wanted % size]
+    own = ids[(rows.unsqueeze(1) - shifts).clamp_min(0)]
+    history = torch.where(wanted >= starts.unsqueeze(1), own, stored).masked_fill(wanted < 0, -1)
+    later = torch.zeros_like(positions, dtype=torch.bool)  # whether the same chunk writes a row's place again
+    later[: max(len(ids) - size, 0)] = slots[size:] == slots[: max(len(ids) - size, 0)]
+    newest = ~later
+    store[slots[newest], positions[newest] % size] = ids[newest]
+    return history

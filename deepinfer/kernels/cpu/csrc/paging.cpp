@@ -1,4 +1,4 @@
-// Rows of pools for the windows, entries and keys of a step; the three functions of reference/paging.py.
+// Rows of pools for the windows, entries and keys of a step; the functions of reference/paging.py.
 #include <algorithm>
 #include "common.h"
 
@@ -33,4 +33,14 @@ extern "C" void block_rows(const int64_t* tables, int64_t width, const int64_t* 
       int64_t row = tables[slots[b] * width + first / per_block] * per_block;
       for (int64_t e = first; e < first + per_block && e < count; ++e) rows[b * count + e] = row + e - first;
     }
+}
+
+extern "C" void token_history(const int64_t* ids, const int64_t* positions, const int64_t* slots, const int64_t* starts,
+                              int64_t N, int64_t* store, int64_t size, int64_t lookback, int64_t* history, int) {
+  for (int64_t n = 0; n < N; ++n)
+    for (int64_t s = 0; s <= lookback; ++s) {
+      int64_t wanted = positions[n] - s;
+      *history++ = wanted < 0 ? -1 : wanted >= starts[n] ? ids[n - s] : store[slots[n] * size + wanted % size];
+    }
+  for (int64_t n = 0; n < N; ++n) store[slots[n] * size + positions[n] % size] = ids[n];
 }
