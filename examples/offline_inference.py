@@ -32,6 +32,15 @@ def long_prompt(llm: LLM, tokens: int) -> str:
     return "\n".join(lines) + question
 
 
+def long_context(max_model_len: int) -> tuple[int, int]:
+    """Prompt and output tokens of the long run: the vendor's, in proportion where the context is shorter."""
+    prompt, output = LONG_CONTEXT
+    if prompt + output <= max_model_len:
+        return LONG_CONTEXT
+    scaled = prompt * max_model_len // (prompt + output)
+    return scaled, max_model_len - scaled
+
+
 def shortened(text: str) -> str:
     """The text, cut in the middle if it is long."""
     half = SHOWN // 2
@@ -69,7 +78,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, help="data-parallel ranks; only 1 is built")
     parser.add_argument("--cp", type=int, default=1, help="ranks that split a prompt; only 1 is built")
     parser.add_argument("--disable_eplb", action="store_true", help="no expert re-balancing; one rank has none anyway")
-    parser.add_argument("--long_context", action="store_true", help="one prompt of 16,389 tokens, 4,096 tokens out")
+    parser.add_argument(
+        "--long_context",
+        action="store_true",
+        help="one prompt of 16,389 tokens, 4,096 tokens out, scaled down to the model's context",
+    )
     parser.add_argument("--check_structured_output", action="store_true", help="not built yet; refused")
     return parser.parse_args()
 
@@ -85,7 +98,7 @@ def main() -> None:
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=top_k,
-        max_tokens=LONG_CONTEXT[1] if options.long_context else options.max_tokens,
+        max_tokens=options.max_tokens,
         seq_seed=options.seq_seed,
     )
     llm = LLM(
@@ -100,7 +113,9 @@ def main() -> None:
         cp=options.cp,
     )
     if options.long_context:
-        prompts = [long_prompt(llm, LONG_CONTEXT[0])]
+        tokens, output_tokens = long_context(llm.engine_config.max_model_len)
+        prompts = [long_prompt(llm, tokens)]
+        params = params.with_changes(max_tokens=output_tokens, ignore_eos=True)
     else:
         room = llm.engine_config.max_model_len - options.max_tokens  # a small test model has less than 1,500 tokens
         prompts = [ENGLISH, PYTHON, render_text(CHAT), long_prompt(llm, min(LONG_TOKENS, room - 100))]

@@ -1,0 +1,150 @@
+"""Every chunk size and every place where a cached prefix may end: the tokens are those of a cold run in one piece."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import assert_all_free
+from real_engine import cold, complete, finish, make_real_engine, text
+
+from deepinfer.config import BLOCK_SIZE, VERIFY_ROWS
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.model import load_model
+
+WINDOW, LAYERS = 16, 8  # of the tiny preset
+MARGIN = WINDOW + VERIFY_ROWS  # a hit ends so many tokens below the prompt's end at least
+CONE = LAYERS * (WINDOW - 1)  # tokens that an exact replay computes again
+OUT = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=OUT)
+SOME_SIZES = (1, 2, 3, 7, 15, 16, 17, 31, 64, 127, 128, 129, 255, 256, 257, 300)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path):
+    model = load_model(tiny_checkpoint)
+    assert (model.config.sliding_window, model.config.num_hidden_layers) == (WINDOW, LAYERS)
+    return model
+
+
+def check_chunk_size(model, size: int) -> None:
+    prompt = text(0, 310)
+    engine = make_real_engine(model, max_num_batched_tokens=size, max_num_seqs=1)
+    expected = cold(model, prompt, GREEDY)
+    assert complete(engine, [prompt], GREEDY)[0] == expected, f"chunks of {size}"
+    assert complete(engine, [prompt], GREEDY)[0] == expected, f"chunks of {size}, hot"
+
+
+@pytest.mark.parametrize("size", SOME_SIZES)
+def test_chunk_size_does_not_change_tokens(model, size: int) -> None:
+    check_chunk_size(model, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 301, 20))
+def test_no_chunk_size_changes_tokens(model, first: int) -> None:
+    for size in range(first, first + 20):
+        check_chunk_size(model, size)
+
+
+EDGES = sorted({
+    1, 127, 128, 129, 133, 134, 255, 256, 257, 261, 262, 383, 384, 385,
+    *(k * BLOCK_SIZE + MARGIN + d for k in (1, 2, 3) for d in (-1, 0, 1)),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("windows", [0, 8], ids=["replayed", "windows kept"])
+@pytest.mark.parametrize("length", EDGES)
+def test_a_hot_prompt_gives_the_tokens_of_a_cold_one_and_hits_what_it_may(model, length: int, windows: int) -> None:
+    prompt = text(1)[:length]
+    engine = make_real_engine(model, window_entries=windows)
+    expected = cold(model, prompt, GREEDY)
+    for _ in range(2):
+        engine.add_request("p", list(prompt), GREEDY)
+        finish(engine)
+        output = engine.pop_output("p")
+        assert output.outputs[0].token_id == expected[0]
+    hit = max(0, length - MARGIN) // BLOCK_SIZE * BLOCK_SIZE
+    kept = (length + OUT - 1) // BLOCK_SIZE * BLOCK_SIZE  # where the first run left its window
+    full = hit if windows and kept == hit else max(0, hit - CONE)
+    assert output.cached_tokens == full
+    assert output.metrics.replay_tokens == (hit - full if full else 0)
+    assert_all_free(engine.cache)
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded"])
+def test_the_window_of_a_prefix_is_computed_again_once(model, mode: str) -> None:
+    """The first prompt that hits a boundary without a window leaves one there for the next."""
+    engine = make_real_engine(model, prefix_caching=mode)
+    replays = []
+    for seed in range(3):
+        engine.add_request("p", [*text(2)[:260], *text(20 + seed)[:60]], GREEDY)
+        finish(engine)
+        replays.append(engine.pop_output("p").metrics.replay_tokens)
+    replay = CONE if mode == "exact" else WINDOW
+    assert replays == [0, replay, 0]
+
+
+def test_a_conversation_hits_its_whole_past_with_the_answers(model) -> None:
+    engine = make_real_engine(model, max_num_batched_tokens=512)
+    turn = list(text(3)[:200])
+    params = SamplingParams(temperature=0, max_tokens=150)
+    engine.add_request("first", turn, params)
+    finish(engine)
+    answer = engine.pop_output("first").outputs[0].token_id
+    follow = [*turn, *answer, *text(4)[:60]]
+    engine.add_request("second", follow, GREEDY)
+    finish(engine)
+    second = engine.pop_output("second")
+    assert second.outputs[0].token_id == cold(model, follow, GREEDY)[0]
+    # 349 tokens have state: two full blocks, whose window was left at the end
+    assert (second.cached_tokens, second.metrics.replay_tokens) == (256, 0)
+
+
+def test_requests_that_arrive_together_compute_their_common_prefix_once(model) -> None:
+    engine = make_real_engine(model, max_num_seqs=8, num_blocks=40, max_num_batched_tokens=128)
+    prompts = [[*text(5)[:300], *text(30 + i)[:30]] for i in range(6)]
+    outputs = complete(engine, prompts, GREEDY)
+    assert outputs == [cold(model, prompt, GREEDY) for prompt in prompts]
+    totals = engine.core.stats().totals
+    assert totals.prefill_tokens == 330 + 5 * (330 - 256) and totals.replay_tokens == 0
+    assert_all_free(engine.cache)
+
+
+def test_another_salt_hits_nothing(model) -> None:
+    engine = make_real_engine(model)
+    cached = []
+    for salt in ("a", "a", "b"):
+        engine.add_request("p", list(text(6)[:300]), GREEDY, salt=salt)
+        finish(engine)
+        cached.append(engine.pop_output("p").cached_tokens)
+    assert cached[0] == cached[2] == 0 < cached[1]
+
+
+def test_prompt_logprobs_are_those_of_a_full_run_although_the_prompt_is_cached(model) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    engine = make_real_engine(model, truncation=True, keep_tokens=28)
+    scores = []
+    for own in (params, GREEDY, params):
+        engine.add_request("p", list(text(7)[:300]), own)
+        finish(engine)
+        scores.append(engine.pop_output("p"))
+    assert scores[0].prompt_logprobs == scores[2].prompt_logprobs
+    assert scores[2].cached_tokens == 0 and len(scores[2].prompt_logprobs) == 300
+
+
+def test_memory_for_windows_does_not_grow_with_the_output(model) -> None:
+    engine = make_real_engine(model, max_num_seqs=2, num_blocks=12)
+    storage = engine.core._runner.storage if hasattr(engine.core, "_runner") else engine.core.loop._runner.storage
+
+    def bytes_of_windows() -> int:
+        return sum(pool.numel() * pool.element_size() for pool in storage.windows.pools)
+
+    engine.add_request("p", [5], SamplingParams(temperature=0, max_tokens=400))
+    engine.step()
+    before = bytes_of_windows()
+    used = []
+    while engine.has_unfinished:
+        engine.step()
+        used.append(engine.cache.max_num_seqs - engine.cache.num_free_slots)
+    assert bytes_of_windows() == before and max(used) == 1
