@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from threading import RLock
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -174,7 +175,7 @@ class LLM:
         ((text, ids, params),) = work
         return self._stream(text, ids, params)
 
-    def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[SequenceDelta]:
+    def _stream(self, text: str | None, ids: np.ndarray, params: SamplingParams) -> Iterator[SequenceDelta]:
         request_id = str(next(self._ids))
         with self._lock:
             self.engine.add_request(request_id, ids, params, prompt=text)
@@ -244,8 +245,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         add_bos: bool,
-    ) -> list[tuple[str | None, list[int], SamplingParams]]:
-        """(text, ids, parameters) of every prompt, all checked."""
+    ) -> list[tuple[str | None, np.ndarray, SamplingParams]]:
+        """(text, ids int32 [n], parameters) of every prompt, all checked."""
         entries = _prompt_list(prompts, prompt_token_ids)
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -256,7 +257,7 @@ class LLM:
                 "sampling_params",
                 f"{len(sampling_params)} given for {len(entries)} prompts; give one, or one per prompt",
             )
-        work: list[tuple[str | None, list[int], SamplingParams]] = []
+        work: list[tuple[str | None, np.ndarray, SamplingParams]] = []
         for index, (entry, params) in enumerate(zip(entries, sampling_params, strict=True)):
             try:
                 if not isinstance(params, SamplingParams):
@@ -265,7 +266,7 @@ class LLM:
                 self.engine.check(ids, params)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}, {error.field}", error.message) from None
-            work.append((text, ids, params))
+            work.append((text, np.array(ids, np.int32), params))
         return work
 
     def _encoded(self, entry: object, add_bos: bool) -> tuple[str | None, list[int]]:

@@ -16,13 +16,16 @@ def check_token_ids(
 ) -> None:
     """Raises InvalidRequestError for no tokens, an id outside the vocabulary, or one of `refused` (id -> reason).
 
-    Whole lists are looked at first, because a prompt may have a million ids; one by one only to name the wrong entry.
+    A prompt may have a million ids, so they are looked at all at once, and one by one only to name the wrong entry.
     """
     if len(token_ids) == 0:
         raise InvalidRequestError(field, "is empty; give at least one token")
+    if isinstance(token_ids, np.ndarray) or set(map(type, token_ids)) == {int}:  # a bool would pass in an array
+        array = np.asarray(token_ids)
+        whole = array.ndim == 1 and array.dtype.kind in "iu"
+        if whole and array.min() >= 0 and array.max() < vocab_size and not np.isin(array, list(refused)).any():
+            return
     ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size and refused.keys().isdisjoint(ids):
-        return
     for at, token in enumerate(ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise InvalidRequestError(

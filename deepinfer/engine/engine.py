@@ -64,20 +64,20 @@ class Engine:
         """True while the request waits or runs."""
         return self.outputs.is_unfinished(request_id)
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def check(self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams) -> int:
         """The door alone: raises InvalidRequestError, or returns how many tokens the request may generate."""
         if params.stop and not self.outputs.reads_text:
             raise InvalidRequestError("stop", "stop strings need a tokenizer, and this engine has none")
-        return self.core.check(prompt_token_ids, params)
+        return self.core.check(prompt_token_ids, params)  # type: ignore[arg-type]  # arrays too
 
-    def check_ids(self, field: str, token_ids: Sequence[int]) -> None:
+    def check_ids(self, field: str, token_ids: Sequence[int] | np.ndarray) -> None:
         """Raises InvalidRequestError unless there are ids and the model knows them all."""
-        self.core.check_ids(field, token_ids)
+        self.core.check_ids(field, token_ids)  # type: ignore[arg-type]
 
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         prompt: str | None = None,
         arrival: float | None = None,

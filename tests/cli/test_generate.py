@@ -27,7 +27,8 @@ def deepinfer(*arguments: str) -> int:
 def generate(tiny_checkpoint: Path, capsys):
     def call(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = deepinfer("generate", *arguments, "--model", str(tiny_checkpoint), "--max-model-len", "256", "-q")
+        length = [] if "--max-model-len" in arguments else ["--max-model-len", "256"]
+        code = deepinfer("generate", *arguments, "--model", str(tiny_checkpoint), *length, "-q")
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
@@ -66,6 +67,28 @@ def test_prompts_come_from_arguments_files_and_stdin(generate, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
+    "flags", [["--overlap"], ["--prefix-mode=off"], ["--prefix_mode", "bounded"], ["--yoco-truncation", "compact"]]
+)
+def test_flags_of_the_engine_change_speed_and_not_the_text_of_a_short_prompt(generate, flags: list[str]) -> None:
+    """A short prompt is neither cached nor longer than what truncation keeps, so even the approximations are exact."""
+    common = ["abc", "--max-tokens", "4", "--temperature", "0"]
+    _, plain, _ = generate(*common)
+    code, changed, err = generate(*common, *flags)
+    assert code == 0 and err == "" and changed == plain
+
+
+def test_json_says_what_the_cache_spared(generate) -> None:
+    prompts = ["one two three " * 40 + end for end in ("x", "y", "z")]
+    sizes = ["--max-model-len", "512", "--max-num-batched-tokens", "128", "--max-tokens", "1"]
+    _, out, _ = generate(*prompts, "--json", *sizes)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert records[0]["cached_tokens"] == 0 and max(record["cached_tokens"] for record in records) >= 128
+    assert {"queue", "ttft", "tbt", "replay_tokens", "preemptions"} == set(records[0]["metrics"])
+    _, out, _ = generate(*prompts, "--json", *sizes, "--prefix-mode", "off")
+    assert all(json.loads(line)["cached_tokens"] == 0 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["x", "--temperature", "nan"], "error: temperature: must be a finite number"),
@@ -75,6 +98,9 @@ def test_prompts_come_from_arguments_files_and_stdin(generate, tmp_path: Path, m
         (["x", "--ep", "8"], "error: ep: 8 needs several ranks"),
         (["x", "--logit-bias", "[1]"], "error: logit_bias: must be a JSON object"),
         (["x", "--prompts", "/no/such/file"], "No such file"),
+        (["x", "--prefix-mode", "fast"], "error: prefix_mode: 'fast' is not one of off, exact, bounded"),
+        (["x", "--kv-format", "packed"], "error: kv_format: 'packed' would round"),
+        (["x", "--yoco-truncation", "yes"], "error: yoco_truncation: 'yes' is not one of compact, off"),
         (["word " * 400], "error: prompt 0, prompt: has"),
     ],
 )
