@@ -26,8 +26,8 @@ from deepinfer.model.backbone import DeepseekV41
 @dataclass(frozen=True)
 class Masks:
     """replay_from (s): rows from here on see no window position below it. cached (H): entries of positions below it
-    stay as a cold run wrote them. keep_from (L - K): in layers after the last KV source, rows from here on see no window
-    position below it."""
+    stay as a cold run wrote them. keep_from (L - K): in layers after the last KV source, rows from here on see no
+    window position below it."""
 
     replay_from: int = 0
     cached: int = 0
