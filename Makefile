@@ -34,8 +34,10 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## CPU speed of the bundled model beside the machine's limits, to results/cpu_throughput.json
+bench: $(INSTALLED) ## model speed beside the machine's limits, host time per step, prefix cache, to results/*.json; PEER=python of a vLLM venv
 	$(BIN)/python benchmarks/cpu_throughput.py --output results/cpu_throughput.json
+	$(BIN)/python benchmarks/host_overhead.py --output results/host_overhead.json $(if $(PEER),--peer-python $(PEER))
+	$(BIN)/python benchmarks/prefix_cache.py --output results/prefix_cache.json
 
 clean: ## remove .venv, caches and results
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist results
