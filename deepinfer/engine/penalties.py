@@ -60,7 +60,7 @@ class TokenHistories:
     def gather(self, slots: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """in_prompt bool and output counts int32, [n, vocab] each, of slots with histories."""
         rows = torch.from_numpy(self._row[slots]).to(self.counts.device)
-        return self.in_prompt[rows], self.counts[rows]
+        return self.in_prompt.index_select(0, rows), self.counts.index_select(0, rows)
 
     def _new_row(self, slot: int) -> int:
         if self._row[slot] < 0:
@@ -101,11 +101,11 @@ def penalise(
     """
     in_prompt, counts = history
     said = counts > 0
-    z, factor = logits[rows], repetition[:, None]
+    z, factor = logits.index_select(0, rows), repetition[:, None]
     z = torch.where(said | in_prompt, torch.where(z > 0, z / factor, z * factor), z)
     z -= frequency[:, None] * counts
     z -= presence[:, None] * said
-    logits[rows] = z
+    logits.index_copy_(0, rows, z)
 
 
 def ban(logits: Tensor, rows: Tensor, token_ids: list[Tensor]) -> None:

@@ -164,7 +164,7 @@ class ModelRunner(Runner):
         if not slots.size:
             return _no_draws()
         if rows.size != len(logits) or (rows != np.arange(rows.size)).any():
-            logits = logits[self.sampling.place(rows)]
+            logits = logits.index_select(0, self.sampling.place(rows))
         chosen = choose(logits, slots, positions, self.sampling)
         self.tokens.view(-1)[self._places(slots, positions + 1)] = chosen.token_ids.int()
         self.sampling.append(slots, chosen.token_ids)

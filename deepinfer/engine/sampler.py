@@ -37,26 +37,27 @@ def choose(logits: Tensor, slots: Whole, positions: Whole, state: SamplingState)
     A row's token depends on its own logits, parameters, history, seed and position alone.
     """
     flags = state.flags[slots]
-    z = _changed(logits, slots, positions, state)
+    wanted = int(np.bitwise_or.reduce(flags)) if flags.size else 0
+    z = _changed(logits, slots, positions, state) if wanted & CHANGED else logits
     token_ids = argmax(z)  # the first of equal values: the lowest id
     best = z.gather(-1, token_ids[:, None])  # NaN wins an argmax, so a NaN anywhere in the row shows here
     valid = torch.isfinite(best)
-    drawn, cut = flags & DRAWN != 0, flags & TRUNCATED != 0
-    for rows in (np.flatnonzero(drawn & ~cut), np.flatnonzero(cut)):
-        if rows.size:
+    for kind in (DRAWN, DRAWN | TRUNCATED):  # rows that keep every token, then those that may drop some
+        if wanted & kind == kind:
+            rows = np.flatnonzero(flags & (DRAWN | TRUNCATED) == kind)
             at = state.place(rows)
-            own = (z, best, valid) if rows.size == len(z) else (z[at], best[at], valid[at])
-            token_ids[at] = _draw(*own, slots[rows], positions[rows], state, truncated=bool(cut[rows[0]]))
-    picked = logits.gather(-1, token_ids[:, None])[:, 0]
-    return Chosen(token_ids, picked - torch.logsumexp(logits, dim=-1), valid[:, 0])
+            own = (z, best, valid) if rows.size == len(z) else (z.index_select(0, at), best[at], valid[at])
+            token_ids[at] = _draw(*own, slots[rows], positions[rows], state, truncated=kind != DRAWN)
+    logprobs = torch.log_softmax(logits, dim=-1).gather(-1, token_ids[:, None])
+    return Chosen(token_ids, logprobs[:, 0], valid[:, 0])
 
 
 def _changed(logits: Tensor, slots: Whole, positions: Whole, state: SamplingState) -> Tensor:
-    """Logits after bias, penalties and masks; the input itself when no row asks for any."""
+    """Logits after bias, penalties and masks; the input itself when no row needs any now."""
     flags = state.flags[slots]
     biased, penalised = np.flatnonzero(flags & BIASED), np.flatnonzero(flags & PENALISED)
     masked = np.flatnonzero((flags & MASKED != 0) & (positions + 1 < state.may_end[slots]))
-    if not (flags & CHANGED).any() or not (biased.size or penalised.size or masked.size):
+    if not (biased.size or penalised.size or masked.size):
         return logits
     z = logits.clone()
     if biased.size:
@@ -101,7 +102,7 @@ def list_top(
     if not asked.size:
         return None
     at = state.place(asked)
-    entries = top_logprobs(logits[at], token_ids[at], state.num_listed[slots[asked]].tolist())
+    entries = top_logprobs(logits.index_select(0, at), token_ids[at], state.num_listed[slots[asked]].tolist())
     top: list[dict[int, float] | None] = [None] * len(slots)
     for row, entry in zip(asked.tolist(), entries, strict=True):
         top[row] = entry
@@ -113,12 +114,12 @@ def top_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[dict
 
     logits: float32 [rows, vocab], raw; tokens: int64 [rows]. Ties go to the lower id.
     """
-    whole = torch.logsumexp(logits, dim=-1, keepdim=True)
-    own = (logits.gather(-1, tokens[:, None]) - whole)[:, 0].tolist()
-    widest = max(counts)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    widest = max(counts, default=0)
     if widest:
-        values, ids = ranked(logits, widest)
-        listed = list(zip(ids.tolist(), (values - whole).tolist(), strict=True))
+        ids = ranked(logits, widest)[1]
+        listed = list(zip(ids.tolist(), logprobs.gather(-1, ids).tolist(), strict=True))
     else:
         listed = [([], [])] * len(counts)
     out = []
