@@ -30,6 +30,7 @@ from deepinfer.engine.shared_prefix import SharedPrefixes
 from deepinfer.engine.table import SequenceTable, boundaries
 
 MAX_PREEMPTIONS = 3
+LOOK_AHEAD = 16  # waiting sequences that may ask running prefills for windows although the step is full
 
 
 class Scheduler:
@@ -61,7 +62,7 @@ class Scheduler:
         self._decoding_changed = False
         self._steps_without_prefill = 0
         self._num_steps = 0
-        self._save_from: set[Sequence] = set()  # sequences with boundaries whose windows are to be saved
+        self._save_from: dict[Sequence, None] = {}  # sequences with boundaries whose windows are to be saved, in order
         window = manager.window
         # In exact mode a truncated prefill must keep the same rows hot and cold, so a hit ends before them.
         exact_cut = config.truncation and config.prefix_caching == "exact"
@@ -118,16 +119,22 @@ class Scheduler:
         """Starts waiting sequences while there is budget, a slot and blocks for the next in line.
 
         Nobody overtakes who waits for room, so a long prompt does not starve behind short ones. Who waits for something
-        else is passed by.
+        else is passed by. When the step is full the next few are looked at all the same: a prefill that computes their
+        prefix right now can only be asked for its window before it has gone past.
         """
         started = []
+        looked_ahead = 0
         for sequence in self.waiting.candidates(now):
-            if draft.budget <= 0 or not self.manager.num_free_slots:
+            full = draft.budget <= 0 or not self.manager.num_free_slots
+            if full and (looked_ahead == LOOK_AHEAD or self._prefixes.is_empty()):
                 break
+            looked_ahead += full
             if self._is_blocked(sequence):
                 continue
             hit = self._lookup(sequence)
             if self._waits_for_prefix(sequence, hit):
+                continue
+            if full:
                 continue
             if not self._fits(sequence, hit):
                 sequence.waits_for = "room"
@@ -245,7 +252,7 @@ class Scheduler:
             sequence.ticket = None
             table.start_at(slot, sequence.offloaded, 0)
         else:
-            if hit.length:
+            if not sequence.scores_prompt:
                 self.manager.adopt(slot, hit, sequence.token_ids)
                 table.start_at(slot, hit.replay_start, hit.length)
             self.manager.reserve(slot, self._tokens_to_reserve(sequence))
@@ -354,7 +361,7 @@ class Scheduler:
 
     def _save_window_at(self, sequence: Sequence, boundary: int) -> None:
         sequence.boundaries.add(boundary)
-        self._save_from.add(sequence)
+        self._save_from[sequence] = None
 
     def _save_windows(self) -> None:
         """Windows at the boundaries where prefills were asked to stop: after the step that ends there, before the one
@@ -365,7 +372,7 @@ class Scheduler:
                 self.manager.save_window(sequence.slot, sequence.chain, boundary)
                 sequence.boundaries.discard(boundary)
             if not sequence.boundaries:
-                self._save_from.discard(sequence)
+                del self._save_from[sequence]
 
     def _save_last_window(self, sequence: Sequence) -> None:
         """Of a sequence that leaves: its last settled boundary, unless a step in flight copies another one over it
@@ -436,7 +443,7 @@ class Scheduler:
             self.publish(slot)
             self._save_last_window(sequence)
         self._prefixes.withdraw(sequence)
-        self._save_from.discard(sequence)
+        self._save_from.pop(sequence, None)
         sequence.boundaries.clear()
         self.running.remove(sequence)
         self.manager.close(slot)
