@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import typer
 
-PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "msgspec", "typer", "rich", "tqdm", "huggingface-hub")
+PACKAGES = (
+    "torch", "numpy", "tokenizers", "safetensors", "msgspec", "pyzmq", "prometheus-client", "typer", "rich", "tqdm",
+    "huggingface-hub",
+)  # fmt: skip
 PYTHON_NEEDED = (3, 11)
 
 

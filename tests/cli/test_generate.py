@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,9 @@ def test_doctor_says_what_runs_and_why_the_rest_does_not() -> None:
     findings = {finding.what: finding for finding in examine()}
     assert findings["python"].state == findings["torch"].state == findings["cpu"].state == "ok"
     assert all(finding.detail for finding in findings.values())
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]}
+    assert needed <= findings.keys(), "doctor looks at everything that the package needs"
     assert deepinfer("doctor") == 0
 
 

@@ -283,3 +283,14 @@ def test_a_million_ids_pass_the_door_in_a_blink_and_the_wrong_one_is_named() -> 
         ids[777_777] = wrong
         with pytest.raises(InvalidRequestError, match=f"entry 777777.*{said_of_it}"):
             check_token_ids("prompt_token_ids", ids, 129_280, {5: "stands for a picture"})
+
+
+def test_requests_of_another_salt_share_no_prefix() -> None:
+    """A tenant must not learn from the speed of an answer what somebody else has asked."""
+    engine = make_engine(prefix_caching="exact", window_entries=8)
+    cached = []
+    for name, salt in (("a", "mine"), ("b", "mine"), ("c", "yours"), ("d", "")):
+        engine.add_request(name, [3, 4] * 150, SamplingParams(temperature=0, max_tokens=2), salt=salt)
+        drain(engine)
+        cached.append(engine.pop_output(name).cached_tokens)
+    assert cached == [0, 256, 0, 0]
