@@ -615,6 +615,8 @@ def test_a_fork_of_a_prompt_that_was_hit_publishes_only_its_own():
     cache.reserve(parent, 600)
     child, _ = cache.fork(parent, 600)
     before = cache.stats.blocks_published
+    cache.announce(child, chain, 600)
+    assert [cache.is_computing(digest) for digest in chain.hashes[:4]] == [False, False, False, True]
     cache.publish(child, chain, 600)
     assert cache.stats.blocks_published == before + 1  # the fourth block, computed together with the parent
     cache.close(parent)
