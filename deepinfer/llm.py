@@ -211,6 +211,7 @@ class LLM:
         for start in range(0, len(ids), step):
             piece = ids[start : start + step]
             with self._lock:
+                self.engine.core.loop.wait()  # a forward pass has the CPU's threads to itself
                 parts.append(self.model.forward([Chunk(slot, start, piece, len(piece))], cache).cpu())
         cache.close(slot)
         return torch.cat(parts)

@@ -88,6 +88,20 @@ class ForgetTicket(NamedTuple):
     ticket: int
 
 
+class ForgetAll(NamedTuple):
+    """After a failed step: no sequence is left, and edits may have been lost. Every ticket is gone."""
+
+
 Edit = (
-    OpenSlot | SetTable | SetLength | CopyBlock | CopySlot | SaveWindow | LoadWindow | Offload | Restore | ForgetTicket
+    OpenSlot
+    | SetTable
+    | SetLength
+    | CopyBlock
+    | CopySlot
+    | SaveWindow
+    | LoadWindow
+    | Offload
+    | Restore
+    | ForgetTicket
+    | ForgetAll
 )

@@ -16,6 +16,7 @@ from deepinfer.cache.edits import (
     CopyBlock,
     CopySlot,
     Edit,
+    ForgetAll,
     ForgetTicket,
     LoadWindow,
     Offload,
@@ -313,6 +314,14 @@ class CacheManager:
         for slot in self._open:
             self._prefixes.announced.withdraw(slot)
             self._published[slot] = 0
+
+    def void(self) -> None:
+        """After a failed step, when every slot is closed: edits may not have reached the device, so what it was said to
+        hold is forgotten."""
+        if self._open or len(self._offloaded):
+            raise RuntimeError("sequences are left")
+        self.clear_prefix_cache()
+        self._edits = [ForgetAll()]
 
     # -- preemption to host memory --------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ class CacheStorage:
             edit.Offload: self._offload,
             edit.Restore: self._restore,
             edit.ForgetTicket: self._forget,
+            edit.ForgetAll: lambda _: self._offloaded.clear(),
         }
 
     @classmethod

@@ -74,12 +74,12 @@ class EngineCore:
 
     # -- the door -------------------------------------------------------------------------------------------------
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def check(self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams) -> int:
         """Raises InvalidRequestError, or returns how many tokens the request may generate."""
         self.check_ids("prompt_token_ids", prompt_token_ids)
         return check_request(len(prompt_token_ids), params, self.config, self._vocab_size, self.eos_token_ids)
 
-    def check_ids(self, field: str, token_ids: Sequence[int]) -> None:
+    def check_ids(self, field: str, token_ids: Sequence[int] | np.ndarray) -> None:
         """Raises InvalidRequestError unless there are ids and the model knows them all."""
         check_token_ids(field, token_ids, self._vocab_size, self._refused_ids)
 
@@ -179,6 +179,13 @@ class EngineCore:
         for number in list(self._requests):
             self.abort(number)
 
+    def recover(self) -> None:
+        """After an error or an interrupt, which may have struck anywhere: everything under way is dropped, and what the
+        cache was said to hold is void."""
+        self.loop.reset()
+        self.abort_all()
+        self.manager.void()
+
     def drain(self) -> None:
         """From now on new requests are refused; those under way go on."""
         self._draining = True
@@ -213,9 +220,7 @@ class EngineCore:
 
     def _fail(self, cause: BaseException) -> None:
         """A step failed: nothing on the device can be trusted."""
-        self.loop.reset()
-        self.abort_all()
-        self.scheduler.forget_edits()
+        self.recover()
         raise EngineStepError(f"a step failed: {cause}") from cause
 
     def _stuck(self) -> bool:

@@ -68,11 +68,11 @@ class Engine:
         """The door alone: raises InvalidRequestError, or returns how many tokens the request may generate."""
         if params.stop and not self.outputs.reads_text:
             raise InvalidRequestError("stop", "stop strings need a tokenizer, and this engine has none")
-        return self.core.check(prompt_token_ids, params)  # type: ignore[arg-type]  # arrays too
+        return self.core.check(prompt_token_ids, params)
 
     def check_ids(self, field: str, token_ids: Sequence[int] | np.ndarray) -> None:
         """Raises InvalidRequestError unless there are ids and the model knows them all."""
-        self.core.check_ids(field, token_ids)  # type: ignore[arg-type]
+        self.core.check_ids(field, token_ids)
 
     def add_request(
         self,
@@ -146,12 +146,12 @@ class Engine:
             self._end_outputs()
             raise
         except BaseException:  # an interrupt may have struck anywhere: what the device was to do may not be done
-            self.core.loop.reset()
-            self.core.abort_all()
-            self.core.scheduler.forget_edits()
+            self.core.recover()
             self._end_outputs()
             raise
+        begin = time.perf_counter()
         deltas, aborts = self.outputs.process(output)
+        self.core.meter.add_output(time.perf_counter() - begin)
         for number, index in aborts:
             self.core.abort(number, index)
         self._report_progress()

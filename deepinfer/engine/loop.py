@@ -23,6 +23,9 @@ class Loop(Protocol):
         """Takes the next plan, if there is one, and gives a step whose result is there, if there is one. With None and
         steps in flight it gives one of them."""
 
+    def wait(self) -> None:
+        """Until nothing runs on the device. Results stay for `turn` to give."""
+
     def reset(self) -> None:
         """After an error: what is in flight is dropped."""
 
@@ -40,6 +43,9 @@ class PlainLoop:
     def turn(self, plan: StepPlan | None) -> Settled | None:
         return None if plan is None else (plan, self._runner.run_guarded(plan))
 
+    def wait(self) -> None:
+        pass
+
     def reset(self) -> None:
         pass
 
@@ -53,6 +59,7 @@ class OverlappedLoop:
     def __init__(self, runner: Runner) -> None:
         self._device = DeviceThread(runner)
         self._in_flight: deque[StepPlan] = deque()
+        self._early: deque[StepResult] = deque()  # results that `wait` took before their turn
 
     @property
     def num_in_flight(self) -> int:
@@ -63,11 +70,16 @@ class OverlappedLoop:
             self._device.submit(plan)
             self._in_flight.append(plan)
         if self._in_flight and (plan is None or len(self._in_flight) == 2):
-            return self._in_flight.popleft(), self._device.result()
+            return self._in_flight.popleft(), self._early.popleft() if self._early else self._device.result()
         return None
+
+    def wait(self) -> None:
+        while self._device.in_flight:
+            self._early.append(self._device.result())
 
     def reset(self) -> None:
         self._in_flight.clear()
+        self._early.clear()
         self._device.reset()
 
     def close(self) -> None:

@@ -25,6 +25,11 @@ class StepMeter:
         self._cache = replace(scheduler.manager.stats)
         self._preempted = (0, 0)
 
+    def add_output(self, seconds: float) -> None:
+        """The last step's tokens took so long to be turned into text."""
+        self.last.output_seconds += seconds
+        self.totals.totals.output_seconds += seconds
+
     def pause(self) -> None:
         """There is no work: the time until the next step counts for none."""
         self._last_end = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -141,6 +142,7 @@ class Scheduler:
                 break
             self._start(sequence, hit, draft)
             started.append(sequence)
+            self._expect_followers(sequence, now)
             self._prefill(sequence, draft)
         for sequence in started:
             self.waiting.remove(sequence)
@@ -159,12 +161,6 @@ class Scheduler:
         """Prompt tokens of the sequences that started since the last call, and those of them that the cache had."""
         admitted, self._admitted = self._admitted, (0, 0)
         return admitted
-
-    def forget_edits(self) -> None:
-        """After a failed step, when no sequence is left: edits that may not have reached the device, and whatever the
-        cache was said to hold, are void."""
-        self.manager.clear_prefix_cache()
-        self.manager.take_edits()
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
@@ -186,7 +182,7 @@ class Scheduler:
             del sequence.conditions[0]
         if sequence.awaited is not None:
             owner, position = sequence.awaited
-            if owner.status is Status.PREFILL and owner.slot is not None and self.table.done[owner.slot] < position:
+            if owner.slot is not None and self.table.done[owner.slot] < position:
                 return True
             sequence.awaited = None
         return False
@@ -206,8 +202,7 @@ class Scheduler:
         owner = self._prefixes.owner(sequence, hit.length // BLOCK_SIZE)
         if owner is None or owner.slot is None:
             return False
-        cap = sequence.num_known - self._cap_shift - self.manager.window - VERIFY_ROWS
-        end = min(self._prefixes.common_tokens(sequence, owner), cap // BLOCK_SIZE * BLOCK_SIZE)
+        end = min(self._prefixes.common_tokens(sequence, owner), self._longest_hit(sequence))
         if end <= hit.length or self.table.done[owner.slot] >= end:
             return False
         if self.config.window_entries and self.table.computed[owner.slot] < end:
@@ -217,6 +212,23 @@ class Scheduler:
         sequence.awaited = (owner, end)
         sequence.waits_for = "prefix"
         return True
+
+    def _expect_followers(self, sequence: Sequence, now: float) -> None:
+        """Stops of a prefill that starts, at the ends of what it has in common with those that wait behind it: without
+        this a short prompt would be computed, windows gone, before they are looked at."""
+        if self.config.prefix_caching == "off" or not self.config.window_entries or sequence.scores_prompt:
+            return
+        for other in islice(self.waiting.candidates(now), LOOK_AHEAD):
+            if other is sequence or other.scores_prompt or other.ticket is not None:
+                continue
+            end = min(self._prefixes.common_tokens(sequence, other), self._longest_hit(other))
+            if end > sequence.hit.length:
+                self._save_window_at(sequence, end)
+
+    def _longest_hit(self, sequence: Sequence) -> int:
+        """Tokens that a hit may have: whole blocks, below the window and a verify step."""
+        cap = sequence.num_known - self._cap_shift - self.manager.window - VERIFY_ROWS
+        return max(0, cap) // BLOCK_SIZE * BLOCK_SIZE
 
     def _fits(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """1 % of the blocks stay free for those that run: filling up to the brim only buys preemptions."""
@@ -314,7 +326,6 @@ class Scheduler:
         assert slot is not None
         sequence.status = Status.DECODE
         self._decoding_changed = True
-        self._prefixes.withdraw(sequence)
         self.table.total[slot] += 1
         draft.draw(slot, row)
         for child in [s for s in sequence.siblings if s.status is Status.FORKING]:
@@ -404,6 +415,8 @@ class Scheduler:
         sequence.chain.extend(table.tokens[slot, : table.known[slot]])
         self.manager.publish(slot, sequence.chain, int(table.done[slot]))
         table.published[slot] = table.done[slot] // BLOCK_SIZE
+        if table.published[slot] >= table.prefill_end[slot] // BLOCK_SIZE:
+            self._prefixes.withdraw(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
         """Makes room for its next token, at the expense of the youngest, which may be the sequence itself."""

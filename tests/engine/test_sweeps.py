@@ -111,6 +111,17 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once(model) -
     assert_all_free(engine.cache)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_short_prompts_that_fit_into_one_step_share_their_beginning_too(model, overlap: bool) -> None:
+    engine = make_real_engine(model, max_num_seqs=8, num_blocks=40, max_num_batched_tokens=2048, overlap=overlap)
+    prompts = [[*text(8)[:300], *text(40 + i)[:30]] for i in range(4)]
+    assert complete(engine, prompts, GREEDY) == [cold(model, prompt, GREEDY) for prompt in prompts]
+    totals = engine.core.stats().totals
+    assert totals.prefill_tokens == 330 + 3 * (330 - 256) and totals.replay_tokens == 0
+    assert_all_free(engine.cache)
+    engine.core.shutdown()
+
+
 def test_another_salt_hits_nothing(model) -> None:
     engine = make_real_engine(model)
     cached = []
