@@ -9,7 +9,7 @@ import pytest
 from deepinfer.cache.events import EventBuffer
 from deepinfer.cache.hashing import HashChain, namespace
 from deepinfer.cache.manager import CacheManager
-from deepinfer.cache.prefix import ReplayPolicy
+from deepinfer.cache.prefix import PrefixIndex, ReplayPolicy
 
 WINDOW, LAYERS = 128, 3
 EXACT_REPLAY = 382  # 3 x 127 = 381, and even
@@ -265,7 +265,7 @@ def test_two_who_computed_the_same_keep_a_block_each_and_either_may_go():
     cache.close(another)
 
 
-def test_a_hole_ends_the_hit_and_what_lies_behind_it_comes_back_when_it_is_filled():
+def test_what_was_evicted_ends_the_hit_and_comes_back_when_it_is_computed_again():
     cache, tokens = make(num_blocks=16), tokens_of(1024)
     chain = compute(cache, tokens)  # 8 cached, 8 free
     keeper = cache.open()
@@ -279,6 +279,25 @@ def test_a_hole_ends_the_hit_and_what_lies_behind_it_comes_back_when_it_is_fille
     cache.close(filler)
     compute(cache, tokens[:640])  # 0 .. 4 again
     assert cache.find(chain, 1024).length == 640
+
+
+def test_blocks_behind_a_hole_are_not_found():
+    index, chain = PrefixIndex(), chain_of(tokens_of(640))
+    parents = [chain.root, *chain.hashes]
+    for block in (0, 1, 3, 4):
+        index.add(10 + block, chain.hashes[block], parents[block])
+    unused = np.zeros(20, np.int32)
+    assert index.longest(chain.hashes, 5, unused) == [10, 11]
+    assert index.longest(chain.hashes, 1, unused) == [10]
+    index.add(12, chain.hashes[2], parents[2])
+    assert index.longest(chain.hashes, 5, unused) == [10, 11, 12, 13, 14]
+
+
+def test_a_block_cannot_stand_for_two_contents():
+    index, chain = PrefixIndex(), chain_of(tokens_of(256))
+    assert index.add(1, chain.hashes[0], chain.root)
+    with pytest.raises(RuntimeError, match="block 1 already stands for other tokens"):
+        index.add(1, chain.hashes[1], chain.hashes[0])
 
 
 def test_tails_are_evicted_before_heads_and_old_prompts_before_new_ones():
