@@ -131,7 +131,6 @@ class DeviceThread:
             raise RuntimeError("no step is in flight")
         result = self._take()
         if result is None:
-            self._worker.results.put(None)  # for whoever asks again
             raise DeviceThreadError("the device thread has ended") from self._worker.death
         self._in_flight -= 1
         return result

@@ -46,7 +46,7 @@ def choose(logits: Tensor, slots: Whole, positions: Whole, state: SamplingState)
         if wanted & kind == kind:
             rows = np.flatnonzero(flags & (DRAWN | TRUNCATED) == kind)
             at = state.place(rows)
-            own = (z, best, valid) if rows.size == len(z) else (z.index_select(0, at), best[at], valid[at])
+            own = (z, best) if rows.size == len(z) else (z.index_select(0, at), best[at])
             token_ids[at] = _draw(*own, slots[rows], positions[rows], state, truncated=kind != DRAWN)
     logprobs = torch.log_softmax(logits, dim=-1).gather(-1, token_ids[:, None])
     return Chosen(token_ids, logprobs[:, 0], valid[:, 0])
@@ -71,17 +71,15 @@ def _changed(logits: Tensor, slots: Whole, positions: Whole, state: SamplingStat
     return z
 
 
-def _draw(
-    z: Tensor, best: Tensor, valid: Tensor, slots: Whole, positions: Whole, state: SamplingState, *, truncated: bool
-) -> Tensor:
+def _draw(z: Tensor, best: Tensor, slots: Whole, positions: Whole, state: SamplingState, *, truncated: bool) -> Tensor:
     """argmax(z / T + Gumbel noise) of rows that all truncate or all do not, int64 [rows].
 
-    z float32 [rows, vocab]; best, valid [rows, 1]: the largest of each row and whether it is a number.
+    z float32 [rows, vocab]; best [rows, 1]: the largest of each row. Where that is no number the row becomes NaN, which
+    no comparison lets pass: it gets some id, and the other rows do not notice.
     """
     own = state.place(slots)
     # Measured from the row's best logit, so that a tiny temperature cannot overflow it.
     tempered = (z - best).div_(state.temperature[own][:, None])
-    tempered.masked_fill_(~valid, 0)  # a row without a largest logit must not upset the sorting of the others
     ids = None
     if truncated:
         tempered, ids = truncate(tempered, state.min_p[own], state.top_k[own], state.top_p[own])

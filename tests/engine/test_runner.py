@@ -222,10 +222,22 @@ def test_forks_say_what_lone_sequences_with_their_seeds_say(params: SamplingPara
     said = [host.run(Chunk(slot, size - 2, 2), forks=forks)]
     for child in family[1:]:
         host.manager.reserve(child, 400)
+        assert host.runner.tokens[child, :size].tolist() == prompt
     for i in range(15):
         said.append(host.run(*(Chunk(member, size + i) for member in family)))
     for i, tokens in enumerate(zip(*said, strict=True)):
         assert list(tokens) == alone(prompt, params, 11 + i, 16)
+
+
+def test_a_token_drawn_from_a_row_inside_a_chunk_takes_the_place_after_that_row() -> None:
+    prompt = [5, 9, 30, 31]
+    host = Host()
+    other, slot = host.admit([4]), host.admit(prompt)
+    plan = host.plan(Chunk(other, 0), Chunk(slot, 0, 4, 3))
+    plan.draw_rows = np.array([0, 2])  # rows 1, 2 and 3 are those of positions 1, 2 and 3
+    result = host.runner.run(plan)
+    assert result.token_ids.tolist() == [noise_row(4, 0).argmax(), noise_row(30, 2).argmax()]
+    assert host.runner.tokens[slot, :4].tolist() == [5, 9, 30, result.token_ids[1]]
 
 
 def test_prompt_tokens_are_scored_by_the_rows_before_them() -> None:

@@ -273,8 +273,9 @@ def test_logprobs_are_of_the_raw_logits_best_first_with_the_chosen_token() -> No
     assert sample(LOGITS[None], rows[:1]).top is None
 
 
-def test_a_row_without_a_finite_best_logit_is_reported_and_touches_no_other() -> None:
-    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(4))
+@pytest.mark.parametrize("vocab", [300, 6000])  # sorted whole, and by a first look at the best
+def test_a_row_without_a_finite_best_logit_is_reported_and_touches_no_other(vocab: int) -> None:
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(4))
     logits[1, 3] = torch.nan
     logits[2] = -torch.inf
     logits[3, 0] = torch.inf
@@ -288,7 +289,7 @@ def test_a_row_without_a_finite_best_logit_is_reported_and_touches_no_other() ->
         out = sample(logits, rows)
         assert out.valid == [True, False, False, False, True]
         assert [out.token_ids[0], out.token_ids[4]] == sample(logits[[0, 4]], [rows[0], rows[4]]).token_ids
-        assert all(0 <= token < 300 for token in out.token_ids)  # the next step reads it before anyone drops the row
+        assert all(0 <= token < vocab for token in out.token_ids)  # the next step reads it before anyone drops the row
 
 
 # -- against one row at a time ----------------------------------------------------------------------------------------
@@ -398,6 +399,16 @@ def test_tokens_appended_to_a_history_count_like_those_it_began_with() -> None:
         for output, token in zip(outputs, got, strict=True):
             output.append(token)
     assert len(set(outputs[0])) > 3 and set(outputs[1]) == {int(logits[0].argmax())}
+
+
+def test_histories_take_no_more_room_than_the_most_sequences_that_had_one_at_a_time() -> None:
+    state = SamplingState(9, 20)
+    penalised, plain = SamplingParams(frequency_penalty=1), SamplingParams()
+    for turn in range(12):
+        state.admit([admission(slot, Row(plain if slot % 3 else penalised)) for slot in range(9)])
+        state.admit([admission(slot, Row(plain)) for slot in range(9)][turn % 9 :])
+        state.admit([admission(slot, Row(plain)) for slot in range(9)][: turn % 9])
+    assert len(state.histories.counts) <= 4  # three at a time, made one, two and four at once
 
 
 def test_a_fork_chooses_as_its_parent_but_for_the_noise_and_then_goes_its_own_way() -> None:
