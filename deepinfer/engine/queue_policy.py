@@ -6,6 +6,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -36,11 +37,11 @@ class QueuePolicy(Protocol):
         """One output token each."""
 
 
-def _rank(sequence: Sequence) -> tuple[int, bool, float, int, int]:
-    """Within a tenant: priority; a preempted sequence before new work; earlier deadline; arrival."""
+def _rank(sequence: Sequence) -> tuple[bool, float, int, int]:
+    """Within a tenant and priority: a preempted sequence before new work; earlier deadline; arrival."""
     request = sequence.request
     deadline = math.inf if request.params.deadline is None else request.params.deadline - request.age
-    return (request.params.priority, sequence.preemptions == 0, deadline, request.number, sequence.index)
+    return (sequence.preemptions == 0, deadline, request.number, sequence.index)
 
 
 class FirstCome:
@@ -86,57 +87,63 @@ class FairShare:
 
     def __init__(self, weights: dict[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
-        self._indices: dict[str, int] = {}
-        self._queues: list[list[Sequence]] = []  # by tenant
-        self._since: dict[Sequence, float] = {}  # when a sequence was first walked past, for aging
+        self._tenants: dict[str, int] = {}
+        self._queues: dict[tuple[int, int], list[Sequence]] = {}  # by tenant and priority; empty ones are dropped
+        self._since: dict[Sequence, float] = {}  # waiting since, for aging
+        self._new: list[Sequence] = []  # whose time of arrival is noted with the next walk
         self._charged = np.zeros(0)
         self._inverse_weight = np.zeros(0)
 
     def push(self, sequence: Sequence) -> None:
         tenant = self.tenant_index(sequence.request.tenant)
-        queue = self._queues[tenant]
-        others = [self._charged[i] for i, waiting in enumerate(self._queues) if waiting and i != tenant]
-        if not queue and others and not sequence.preemptions:
-            self._charged[tenant] = max(self._charged[tenant], min(others))
-        bisect.insort(queue, sequence, key=_rank)
+        waiting = {other for other, _ in self._queues}
+        if waiting and tenant not in waiting and not sequence.preemptions:
+            self._charged[tenant] = max(self._charged[tenant], min(self._charged[other] for other in waiting))
+        bisect.insort(self._queues.setdefault((tenant, sequence.params.priority), []), sequence, key=_rank)
+        self._new.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        self._queues[self.tenant_index(sequence.request.tenant)].remove(sequence)
-        self._since.pop(sequence, None)
+        place = (self.tenant_index(sequence.request.tenant), sequence.params.priority)
+        self._queues[place].remove(sequence)
+        if not self._queues[place]:
+            del self._queues[place]
+        if self._since.pop(sequence, None) is None:
+            self._new.remove(sequence)
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
+        return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        for queue in self._queues:
-            yield from queue
+        return chain.from_iterable(self._queues.values())
 
     def candidates(self, now: float) -> Iterator[Sequence]:
-        heap = [self._key(tenant, 0, now) for tenant, queue in enumerate(self._queues) if queue]
+        self._since.update(dict.fromkeys(self._new, now))
+        self._new.clear()
+        heap = [self._key(place, 0, now) for place in self._queues]
         heapq.heapify(heap)
         while heap:
-            *_, tenant, at = heap[0]
-            yield self._queues[tenant][at]
-            if at + 1 < len(self._queues[tenant]):
-                heapq.heapreplace(heap, self._key(tenant, at + 1, now))
+            *_, place, at = heap[0]
+            queue = self._queues[place]
+            yield queue[at]
+            if at + 1 < len(queue):
+                heapq.heapreplace(heap, self._key(place, at + 1, now))
             else:
                 heapq.heappop(heap)
 
-    def _key(self, tenant: int, at: int, now: float) -> tuple:
-        sequence = self._queues[tenant][at]
-        waited = now - self._since.setdefault(sequence, now)
-        priority, is_new, *rest = _rank(sequence)
-        return (priority - int(waited / AGING_SECONDS), is_new, self._charged[tenant], *rest, tenant, at)
+    def _key(self, place: tuple[int, int], at: int, now: float) -> tuple:
+        sequence = self._queues[place][at]
+        risen = int((now - self._since[sequence]) / AGING_SECONDS)
+        is_new, *rest = _rank(sequence)
+        return (place[1] - risen, is_new, self._charged[place[0]], *rest, place, at)
 
     def tenant_index(self, tenant: str) -> int:
-        if tenant not in self._indices:
-            self._indices[tenant] = len(self._queues)
-            self._queues.append([])
+        if tenant not in self._tenants:
+            self._tenants[tenant] = len(self._tenants)
             # a new tenant starts where the least charged one stands
             start = self._charged.min() if len(self._charged) else 0.0
             self._charged = np.append(self._charged, start)
             self._inverse_weight = np.append(self._inverse_weight, 1 / self._weights.get(tenant, 1.0))
-        return self._indices[tenant]
+        return self._tenants[tenant]
 
     def charge_prefill(self, tenant: int, tokens: int) -> None:
         self._charged[tenant] += tokens * self._inverse_weight[tenant]
