@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from yoco import Masks, cold_slot, draw_tokens, feed, hit_slot, masked_full, same_logits
+from yoco import Bounds, Masks, cold_slot, draw_tokens, feed, hit_slot, masked_full, same_logits
 
 from deepinfer.cache.edits import LoadWindow, OpenSlot, SaveWindow, SetLength, SetTable
 from deepinfer.cache.storage import CacheStorage
@@ -56,7 +56,7 @@ def test_a_replayed_prompt_gives_the_logits_of_a_masked_one(model, hit, keep):
     storage, shared = warmed(model)
     start, keep_from = hit - WINDOW, 0 if keep is None else LENGTH - keep
     hit_slot(storage, 1, ids(), hit, start, range(10, 14), shared)
-    got = feed(model, storage, 1, ids(), num_logits=5, window_floor=start, write_from=hit, keep_from=keep_from)
+    got = feed(model, storage, 1, ids(), num_logits=5, bounds=Bounds(start, hit, keep_from))
     same_logits(model, got, expected(model, LENGTH, Masks(start, hit, keep_from), 5))
     cold = expected(model, LENGTH, Masks(), 5)
     assert not torch.equal(got, cold)  # bounded replay is an approximation: the masks do hide something
@@ -76,8 +76,8 @@ def test_chunk_ends_anywhere_in_a_replay_do_not_change_it(model, hit, length, ne
     hit_slot(storage, 2, ids(length), hit, start, range(10, 14), shared)
     cuts = [*(hit + offset for offset in near), *far]
     before = checksums(storage, shared)
-    bounds = {"window_floor": start, "write_from": hit, "keep_from": keep_from}
-    got = feed(model, storage, 2, ids(length), cuts, mates=[Chunk(0, LENGTH, [5], 1)], **bounds)
+    bounds = Bounds(start, hit, keep_from)
+    got = feed(model, storage, 2, ids(length), cuts, mates=[Chunk(0, LENGTH, [5], 1)], bounds=bounds)
     same_logits(model, got, expected(model, length, Masks(start, hit, keep_from)))
     assert checksums(storage, shared[:3]) == before[:3]
 
@@ -116,8 +116,8 @@ def test_nothing_below_the_start_of_a_replay_is_read(model):
     storage.windows.pool[:, storage.windows.slot_rows(1)[0]] = float("nan")
     for rows in storage.open_rows.rows.values():
         rows[1] = float("nan")
-    bounds = {"window_floor": start, "write_from": hit}
-    got = feed(model, storage, 1, ids(), [start + 1, start + 7, hit, hit + 3], num_logits=3, **bounds)
+    bounds = Bounds(start, hit)
+    got = feed(model, storage, 1, ids(), [start + 1, start + 7, hit, hit + 3], num_logits=3, bounds=bounds)
     same_logits(model, got, expected(model, LENGTH, Masks(start, hit), 3))
 
 
@@ -128,7 +128,7 @@ def test_tokens_before_a_replay_come_from_the_prompt_and_pictures_among_them_cou
     shared = cold_slot(storage, 0, LENGTH)
     feed(model, storage, 0, prompt)
     hit_slot(storage, 1, prompt, 256, 256 - WINDOW, range(10, 14), shared)
-    got = feed(model, storage, 1, prompt, window_floor=256 - WINDOW, write_from=256)
+    got = feed(model, storage, 1, prompt, bounds=Bounds(256 - WINDOW, 256))
     same_logits(model, got, masked_full(model, prompt, Masks(256 - WINDOW, 256), 1))
 
 
@@ -139,16 +139,16 @@ def test_a_replay_of_the_whole_cone_gives_what_a_cold_run_gives(model, cuts):
     storage, shared = warmed(model)
     hit = 256
     hit_slot(storage, 1, ids(), hit, hit - cone, range(10, 14), shared)
-    bounds = {"window_floor": hit - cone, "write_from": hit}
-    got = feed(model, storage, 1, ids(), cuts, num_logits=LENGTH - hit, **bounds)
+    bounds = Bounds(hit - cone, hit)
+    got = feed(model, storage, 1, ids(), cuts, num_logits=LENGTH - hit, bounds=bounds)
     same_logits(model, got, expected(model, LENGTH, Masks(), LENGTH - hit))
     for slot in (0, 1):
         assert storage.length(slot) == LENGTH
     assert torch.equal(storage.window_rows(0), storage.window_rows(1))
     # one pair less of it is not enough
     hit_slot(storage, 2, ids(), hit, hit - cone + 2, range(14, 18), shared)
-    short = {"window_floor": hit - cone + 2, "write_from": hit}
-    less = feed(model, storage, 2, ids(), num_logits=LENGTH - hit, **short)
+    short = Bounds(hit - cone + 2, hit)
+    less = feed(model, storage, 2, ids(), num_logits=LENGTH - hit, bounds=short)
     assert not torch.equal(less[0], got[0])
 
 
@@ -157,8 +157,8 @@ def test_decoding_goes_on_after_a_truncated_replay_as_after_masks(model, drafts)
     length, hit, start = 390, 256, 256 - WINDOW
     storage, shared = warmed(model, drafts=drafts)
     hit_slot(storage, 1, ids(), hit, start, range(10, 14), shared)
-    bounds = {"window_floor": start, "write_from": hit, "keep_from": length - KEEP}
-    rows = [feed(model, storage, 1, ids(length), [hit], **bounds)]
+    bounds = Bounds(start, hit, length - KEEP)
+    rows = [feed(model, storage, 1, ids(length), [hit], bounds=bounds)]
     for position in range(length, LENGTH):
         wrong = draw_tokens(position, drafts)
         rows.append(model.forward([Chunk(1, position, [ids()[position], *wrong], 1 + drafts)], storage)[:1])
@@ -185,7 +185,7 @@ def test_truncation_never_reads_the_last_layers_part_of_a_stored_window(model):
     """It may come from a truncated prompt, whose last layers had no rows there: keep_from is then at least the hit."""
     storage, hit, length = storage_for(model, window_entries=1), 256, 280
     shared = cold_slot(storage, 0, LENGTH)
-    feed(model, storage, 0, ids(), keep_from=LENGTH - KEEP)
+    feed(model, storage, 0, ids(), bounds=Bounds(keep_from=LENGTH - KEEP))
     saved = storage_for(model, window_entries=1)
     cold_slot(saved, 0, 384)
     feed(model, saved, 0, ids(256 + 5), [hit])
@@ -196,7 +196,7 @@ def test_truncation_never_reads_the_last_layers_part_of_a_stored_window(model):
     hit_slot(storage, 1, ids(length), hit, hit, range(10, 14), shared)
     storage.apply([LoadWindow(0, 1, hit)])
     keep_from = max(length - KEEP, hit)
-    got = feed(model, storage, 1, ids(length), [hit + 3], keep_from=keep_from)
+    got = feed(model, storage, 1, ids(length), [hit + 3], bounds=Bounds(keep_from=keep_from))
     same_logits(model, got, masked_full(model, ids(length), Masks(keep_from=keep_from), 1))
 
 
@@ -205,7 +205,7 @@ def test_a_replay_into_a_slot_of_another_sequence_finds_nothing_of_it(model):
     cold_slot(storage, 1, 300, first_block=14)
     feed(model, storage, 1, draw_tokens(9, 300))  # then it ends, and its slot is given on
     hit_slot(storage, 1, ids(), 128, 128 - WINDOW, range(10, 14), shared)
-    got = feed(model, storage, 1, ids(), window_floor=128 - WINDOW, write_from=128)
+    got = feed(model, storage, 1, ids(), bounds=Bounds(128 - WINDOW, 128))
     same_logits(model, got, expected(model, LENGTH, Masks(128 - WINDOW, 128)))
 
 

@@ -108,10 +108,8 @@ def test_drafts_that_are_taken_back_leave_no_trace(model, drafts, start, accepte
     position = start
     for count in accepted:
         stay = 1 + min(count, drafts)
-        good = ids()[position : position + stay]
-        logits = model.forward(
-            [Chunk(0, position, [*good, *draw_tokens(position, 1 + drafts - stay)], stay and 1 + drafts)], storage
-        )
+        rows = [*ids()[position : position + stay], *draw_tokens(position, 1 + drafts - stay)]
+        logits = model.forward([Chunk(0, position, rows, len(rows))], storage)
         same_logits(model, logits[:stay], whole(model)[position : position + stay])
         position += stay
         storage.truncate(0, position)

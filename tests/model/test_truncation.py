@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from yoco import Masks, cold_slot, draw_tokens, feed, masked_full, same_logits
+from yoco import Bounds, Masks, cold_slot, draw_tokens, feed, masked_full, same_logits
 
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.model import Batch, Chunk, load_model
@@ -52,7 +52,7 @@ def truncated(model, length: int, cuts, *, keep: int = KEEP, mates=(), **options
     cold_slot(storage, 1, length + AFTER)
     if mates:
         cold_slot(storage, 0, 400, first_block=6)
-    prefill = feed(model, storage, 1, ids(length), cuts, keep_from=max(0, length - keep), mates=mates)
+    prefill = feed(model, storage, 1, ids(length), cuts, bounds=Bounds(keep_from=max(0, length - keep)), mates=mates)
     return torch.cat([prefill, *decode(model, storage, 1, length)])
 
 
@@ -119,7 +119,7 @@ def test_a_chunk_before_the_kept_rows_ends_at_the_last_kv_source(model):
 def test_rejected_drafts_after_a_truncated_prompt_leave_no_trace(model):
     length, storage = 100, storage_for(model, drafts=5)
     cold_slot(storage, 1, length + AFTER)
-    rows = [feed(model, storage, 1, ids(length), keep_from=length - KEEP)]
+    rows = [feed(model, storage, 1, ids(length), bounds=Bounds(keep_from=length - KEEP))]
     for position in range(length, length + AFTER):
         wrong = [7 + position, 8, 9, 10, 11]
         logits = model.forward([Chunk(1, position, [ids(length + AFTER)[position], *wrong], 6)], storage)
@@ -134,7 +134,7 @@ def test_image_tokens_on_both_sides_of_the_cut_are_treated_alike(model):
     storage = storage_for(model)
     cold_slot(storage, 0, len(prompt))
     start = len(prompt) - 50  # 40 picture rows are left out, ten kept
-    got = feed(model, storage, 0, prompt, [len(prompt) - 30], num_logits=20, keep_from=start)
+    got = feed(model, storage, 0, prompt, [len(prompt) - 30], num_logits=20, bounds=Bounds(keep_from=start))
     same_logits(model, got, masked_full(model, prompt, Masks(keep_from=start), 20))
 
 
