@@ -18,6 +18,7 @@ from deepinfer.engine.sampler import choose, list_top
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.sampling_state import SamplingState
 from deepinfer.engine.truncation import ranked, truncate
+from deepinfer.kernels.argmax import argmax
 from deepinfer.kernels.philox import philox, rounds_torch, uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -3.0, -torch.inf])
@@ -197,6 +198,14 @@ def test_ranking_puts_equal_logits_in_id_order() -> None:
     for width in range(1, 31):
         for row, got in zip(rows.tolist(), ranked(rows, width)[1].tolist(), strict=True):
             assert got == sorted(range(30), key=lambda v: (-row[v], v))[:width]
+
+
+def test_the_quick_argmax_agrees_with_torch_on_ties_and_nan() -> None:
+    rows = torch.randint(0, 4, (300, 37), generator=torch.Generator().manual_seed(5)).float()
+    rows[::7, 20] = rows[::14, 30] = torch.nan
+    rows[1] = -torch.inf
+    for values in (rows, rows.double(), rows.T.contiguous().T, rows.bfloat16()):
+        assert torch.equal(argmax(values), torch.argmax(values, dim=-1))
 
 
 # -- rows of a batch --------------------------------------------------------------------------------------------------
