@@ -6,10 +6,12 @@ import numpy as np
 import prefix_index  # benchmarks/
 import pytest
 
+from deepinfer.cache.blocks import BlockPool
 from deepinfer.cache.events import EventBuffer
 from deepinfer.cache.hashing import HashChain, namespace
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.prefix import PrefixIndex, ReplayPolicy
+from deepinfer.cache.prefix_cache import CacheStats, PrefixCache
 
 WINDOW, LAYERS = 128, 3
 EXACT_REPLAY = 382  # 3 x 127 = 381, and even
@@ -415,6 +417,19 @@ def test_events_name_runs_of_new_blocks_with_the_hash_before_them():
         ("removed", {chain.hashes[3]}, "window"),
     ]
     assert buffer.take() == []
+
+
+def test_a_content_that_was_known_between_new_ones_is_not_told_again():
+    buffer, pool, chain = EventBuffer(), BlockPool(8), chain_of(tokens_of(384))
+    contents = PrefixCache(ReplayPolicy("bounded", WINDOW, LAYERS), pool, 0, CacheStats(), buffer.append)
+    contents.store(pool.take(1), chain, 1)
+    contents.store(pool.take(3), chain, 0)
+    first, middle, last = chain.hashes
+    assert buffer.take() == [
+        ("stored", (middle,), first, "device"),
+        ("stored", (first,), chain.root, "device"),
+        ("stored", (last,), middle, "device"),
+    ]
 
 
 def test_equal_contents_are_one_for_those_who_watch():
