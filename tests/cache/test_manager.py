@@ -857,3 +857,18 @@ def test_settings_of_the_model_and_the_engine_are_taken_over():
     assert (cache.max_num_seqs, cache.num_blocks, cache.table_width) == (3, 20, 8)
     assert cache.window == model.sliding_window
     assert cache.replay_tokens >= model.num_hidden_layers * (model.sliding_window - 1)
+
+
+def test_after_a_failed_step_nothing_is_said_to_be_anywhere():
+    cache = make("bounded")
+    chain, slot = chain_of(TOKENS), cache.open()
+    cache.reserve(slot, 1024)
+    cache.publish(slot, chain, 1024)
+    cache.save_window(slot, chain, 512)
+    with pytest.raises(RuntimeError, match="sequences are left"):
+        cache.void()
+    cache.close(slot)
+    cache.void()
+    assert cache.take_edits() == [E.ForgetAll()]  # what was queued may name what never reached the device
+    assert cache.num_cached_blocks == 0 and cache.num_windows == 0 and cache.num_free_blocks == BLOCKS
+    assert cache.find(chain, 1024).length == 0
