@@ -176,6 +176,7 @@ def test_projections_around_attention_equal_the_reference_whatever_the_batch(row
             close(a, b, 4e-6)
     last = select.query_and_window(x[-1:], fast, cos[-1:], sin[-1:])
     assert all(torch.equal(one[0], many[-1]) for one, many in zip(last, got, strict=True))
+    assert torch.equal(select.window_latents(x, fast, cos, sin), got[2])  # alone: the same bits
 
     wo_a = [narrow(seed + 7 + g, rank, heads // groups * head_dim) for g in range(groups)]
     wo_b = narrow(seed + 9, width, groups * rank)
@@ -361,3 +362,42 @@ def test_histories_of_tokens_are_the_same_as_the_references(chunks, lookback, dr
     for slot, (start, length) in zip(owners.tolist(), chunks, strict=True):
         for position in range(max(0, start + length - size), start + length):
             assert stores[0][slot, position % size] == known[slot, position]
+
+
+def test_a_row_of_nan_is_chosen_for_within_bounds_and_alone():
+    """Something upstream broke one sequence: its row chooses anything, the others what they would have chosen."""
+    nan, entries, width, inner = float("nan"), 40, 32, 16
+    scores = draw(1, 4, entries)
+    broken = scores.clone()
+    broken[1], broken[2, ::3] = nan, nan
+    visible = torch.tensor([40, 40, 40, 7])
+    for run in (
+        lambda s: select.top_entries(s, 6),
+        lambda s: select.candidate_mask(s, visible, block_size=4, topk_blocks=3),
+    ):
+        got = run(broken)
+        assert torch.equal(got[[0, 3]], run(scores)[[0, 3]])
+        with select.reference_only():
+            assert torch.equal(got, run(broken))
+    assert (select.top_entries(broken, 6)[1] == -1).all()
+    assert not (select.top_entries(broken, 6)[2] % 3 == 0).any()
+    bank = PackedExperts(
+        torch.stack([pack(narrow(i, 2 * inner, width)) for i in range(5)]),
+        torch.stack([pack(narrow(9 + i, width, inner)) for i in range(5)]),
+    )
+    weights = MoeWeights(
+        gate=packed(narrow(20, 4, width)),
+        bias=draw(21, 4),
+        experts=bank,
+        topk=2,
+        scale=1.5,
+        normalize=True,
+        temperature=1.0,
+        limit=10.0,
+    )
+    x = draw(22, 3, width)
+    spoilt = x.clone()
+    spoilt[1] = nan
+    y, ids, _, _ = select.moe(spoilt, weights)
+    assert torch.equal(y[[0, 2]], select.moe(x, weights)[0][[0, 2]])
+    assert y[1].isnan().all() and ((ids >= 0) & (ids < 4)).all() and ids[1].unique().numel() == 2

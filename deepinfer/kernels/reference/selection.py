@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def top_mask(scores: Tensor, k: int) -> Tensor:
-    """scores float32 [N, M], -inf = not selectable -> bool [N, M] with the min(k, selectable) best of every row."""
+    """scores float32 [N, M], -inf or NaN = not selectable -> bool [N, M] with the min(k, selectable) best of
+    every row."""
+    scores = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     selectable = ~scores.isneginf()
     if scores.shape[1] <= k:
         return selectable
@@ -35,6 +37,7 @@ def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blo
     score is its best visible entry; the block of the newest visible entry is forced in; `topk_blocks` are kept.
     """
     rows, entries = scores.shape
+    scores = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     blocks = -(-entries // block_size)
     padded = torch.nn.functional.pad(scores, (0, blocks * block_size - entries), value=float("-inf"))
     block_scores = padded.unflatten(-1, (blocks, block_size)).amax(-1)  # [N, blocks]

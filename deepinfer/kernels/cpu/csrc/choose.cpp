@@ -1,4 +1,5 @@
-// Choices: the experts of a token and the entries of a query. Ties go to the lower index.
+// Choices: the experts of a token and the entries of a query. Ties go to the lower index. NaN must not lead out of bounds: an
+// expert whose score it is counts as the best, an entry is not selectable.
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -17,10 +18,11 @@ void route(const float* logits, const float* bias, int64_t bias_stride, int64_t 
     float total = 0.0f;
     for (int64_t k = 0; k < topk; ++k) {
       int64_t best = -1;
-      float high = -std::numeric_limits<float>::infinity();
+      float high = 0.0f;
       for (int64_t e = 0; e < E; ++e) {
         float biased = s[e] + bias[n * bias_stride + e];
-        if (biased > high && std::find(ids + n * topk, ids + n * topk + k, e) == ids + n * topk + k) high = biased, best = e;
+        if (std::isnan(biased)) biased = std::numeric_limits<float>::infinity();
+        if ((best < 0 || biased > high) && std::find(ids + n * topk, ids + n * topk + k, e) == ids + n * topk + k) high = biased, best = e;
       }
       ids[n * topk + k] = best;
       total += weights[n * topk + k] = s[best];
@@ -43,7 +45,7 @@ extern "C" void top_entries_f32(const float* scores, const uint8_t* allowed, int
       s = masked.data();
     }
     sorted.clear();
-    for (int64_t j = 0; j < M; ++j) if (s[j] != none) sorted.push_back(s[j]);
+    for (int64_t j = 0; j < M; ++j) if (s[j] > none) sorted.push_back(s[j]);
     float threshold = none;
     int64_t room = k;  // how many entries equal to the threshold fit
     if ((int64_t)sorted.size() > k) {
@@ -71,12 +73,15 @@ extern "C" void candidate_mask_f32(const float* scores, const int64_t* visible, 
     best.resize(blocks);
     chosen.resize(topk);
     const float* s = scores + r * M;
-    for (int64_t b = 0; b < blocks; ++b) best[b] = *std::max_element(s + b * block, s + std::min((b + 1) * block, M));
+    for (int64_t b = 0; b < blocks; ++b) {
+      best[b] = none;
+      for (int64_t j = b * block; j < std::min((b + 1) * block, M); ++j) best[b] = s[j] > best[b] ? s[j] : best[b];
+    }
     if (visible[r] > 0) best[(visible[r] - 1) / block] = always;
     top_entries_f32(best.data(), nullptr, 1, blocks, topk, chosen.data(), 1);
     std::fill(kept + r * M, kept + (r + 1) * M, 0);
     for (int64_t b : chosen)
       if (b >= 0)
-        for (int64_t j = b * block; j < std::min((b + 1) * block, M); ++j) kept[r * M + j] = s[j] != none;
+        for (int64_t j = b * block; j < std::min((b + 1) * block, M); ++j) kept[r * M + j] = s[j] > none;
   });
 }
