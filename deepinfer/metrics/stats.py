@@ -134,7 +134,14 @@ class EngineStats:
         self.step_tokens.observe(step.num_tokens)
         self.step_seconds[step.kind].observe(step.seconds)
         for phase, histogram in self.phase_seconds.items():
-            histogram.observe(getattr(step, f"{phase}_seconds"))
+            seconds = getattr(step, f"{phase}_seconds")
+            if seconds:  # a phase that nobody timed is not one that took no time
+                histogram.observe(seconds)
+
+    def add_output(self, seconds: float) -> None:
+        """Time that a step's results took on their way out, known only after the step was added."""
+        self.totals.output_seconds += seconds
+        self.phase_seconds["output"].observe(seconds)
 
     def reject(self, reason: str) -> None:
         """Counts a request that was refused."""

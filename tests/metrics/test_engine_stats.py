@@ -65,6 +65,15 @@ def test_a_step_is_named_by_what_it_computed(step: StepStats, kind: str) -> None
     assert stats.steps == (kind != "empty")
 
 
+def test_phases_that_nobody_timed_are_not_counted_as_instant() -> None:
+    stats = EngineStats()
+    stats.add(StepStats(decode_tokens=1, schedule_seconds=0.25))
+    stats.add_output(0.5)
+    counts = {phase: histogram.count for phase, histogram in stats.phase_seconds.items()}
+    assert counts == {"schedule": 1, "prepare": 0, "settle": 0, "output": 1}
+    assert stats.totals.output_seconds == 0.5
+
+
 def test_a_histogram_counts_a_value_on_a_bound_below_it_and_a_huge_one_above_all() -> None:
     histogram = Histogram((1.0, 2.0, 5.0))
     for value in (0.5, 1.0, 1.5, 2.0, 5.0, 1e9):

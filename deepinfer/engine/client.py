@@ -1,0 +1,486 @@
+"""An engine process as asyncio code uses it: start or attach, stream answers, be told within two seconds if it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from deepinfer.cache.events import CacheEvent
+from deepinfer.engine import wire
+from deepinfer.engine.admission import check_label, check_token_ids
+from deepinfer.engine.answer import TextStream
+from deepinfer.engine.core_process import MakeCore
+from deepinfer.engine.engine_process import EngineProcess
+from deepinfer.engine.errors import EngineStepError, InvalidRequestError
+from deepinfer.engine.frontend import OutputProcessor
+from deepinfer.engine.messages import EngineRequest
+from deepinfer.engine.outputs import RequestOutput, SequenceDelta
+from deepinfer.engine.pulse import Pulse
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.stop import FinishReason
+from deepinfer.metrics import EngineMetrics, EngineStats, RequestStats
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float | None], None]
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process is gone, or cannot be reached any more; what it was doing is lost."""
+
+
+class EngineDrainingError(RuntimeError):
+    """The engine finishes what it has and takes nothing new; another one would."""
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """One request under way, as its reader sees it."""
+
+    request: EngineRequest
+    arrival: float
+    arrived: asyncio.Queue[SequenceDelta | Exception] = field(default_factory=asyncio.Queue)
+    last_token: dict[int, float] = field(default_factory=dict)  # when, by completion
+
+
+class AsyncEngineClient:
+    """Made by `start` (an engine process of its own) or `connect` (one that runs already); a context manager, or closed
+    with `close`. All of it on one event loop.
+
+    detokenizer: makes the text stream of a completion (argument: skip_special_tokens); None = token ids only.
+    on_progress: told what the engine is loading and how far it is, when that changes. model: a name for the metrics.
+    name: of this client in the engine's log.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        detokenizer: Callable[[bool], TextStream] | None = None,
+        on_progress: Progress | None = None,
+        model: str = "",
+        name: str = "",
+    ) -> None:
+        self.endpoint = endpoint
+        self.metrics = EngineMetrics(model)
+        self.process: EngineProcess | None = None  # if it is this client's own
+        self._name = name or f"pid {os.getpid()}"
+        self._processor = OutputProcessor(detokenizer)
+        self._on_progress = on_progress
+        self._numbers = count()
+        self._streams: dict[int, _Stream] = {}  # by number
+        self._named: dict[str, _Stream] = {}  # by request_id
+        self._replies: dict[int, asyncio.Future[EngineStats]] = {}
+        self._listeners: set[asyncio.Queue[list[CacheEvent] | Exception]] = set()
+        self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # no engine any more
+        self._death: Exception | None = None
+        self._draining = False
+        self._silent = 0.0
+        self._heard = False
+        self._beat: wire.Heartbeat | None = None
+        self._identity = os.urandom(8)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, self._identity)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.connect(endpoint)
+        self._pulse = Pulse(endpoint, self._identity)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # -- begin and end ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def start(
+        cls,
+        make_core: MakeCore,
+        *,
+        endpoint: str | None = None,
+        drain_timeout: float | None = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> AsyncEngineClient:
+        """Starts an engine process and waits until it takes requests.
+
+        make_core: makes the core there; importable by name, because the process starts afresh. endpoint: where it
+        listens, None = a socket in a private directory. drain_timeout: see `run_core`. timeout: seconds for loading,
+        None = as long as the process lives. options: those of the class. EngineDeadError if it does not come up.
+        """
+        process = await asyncio.to_thread(EngineProcess, make_core, endpoint, drain_timeout)
+        try:
+            client = cls(process.endpoint, **options)
+        except BaseException:
+            process.stop()
+            raise
+        client.process = process
+        asyncio.get_running_loop().add_reader(process.sentinel, client._notice_exit)
+        await client._await_ready(timeout)
+        return client
+
+    @classmethod
+    async def connect(cls, endpoint: str, *, timeout: float = 30.0, **options: Any) -> AsyncEngineClient:
+        """Attaches to an engine process. EngineDeadError if it does not answer within `timeout` seconds; one that loads
+        its model answers, and is waited for. ProtocolMismatchError if it is another release's."""
+        client = cls(endpoint, **options)
+        await client._await_ready(None, answer_within=timeout)
+        return client
+
+    async def _await_ready(self, timeout: float | None, answer_within: float | None = None) -> None:
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._send(wire.Hello(client=self._name))
+        try:
+            if answer_within is not None:
+                await asyncio.wait({self._ready}, timeout=answer_within)
+                if not self._ready.done() and not self._heard:
+                    raise EngineDeadError(f"no engine answers at {self.endpoint} within {answer_within:g} s")
+            ready = await asyncio.wait_for(asyncio.shield(self._ready), timeout)
+        except TimeoutError:
+            await self.close()
+            raise EngineDeadError(f"the engine was not ready within {timeout:g} s") from None
+        except BaseException:
+            await self.close()
+            raise
+        self.metrics.set_info("build", {"version": ready.build})
+        self.metrics.set_info("cache_config", ready.settings)
+
+    async def __aenter__(self) -> AsyncEngineClient:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends every request of this client. A process that `start` made ends too."""
+        self._pulse.stop()
+        if self._death is None:
+            self._send(wire.Bye())
+        self._die(EngineDeadError("this client was closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=200)
+        if self.process is not None:
+            asyncio.get_running_loop().remove_reader(self.process.sentinel)
+            await asyncio.to_thread(self.process.stop)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        prompt: str | None = None,
+        tenant: str = "",
+        salt: str = "",
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> AsyncIterator[SequenceDelta]:
+        """Completes one prompt and yields what each step adds. Leaving the loop, or cancelling the task, aborts it.
+
+        on_output: given the whole answer at its end. InvalidRequestError names the field that is wrong;
+        EngineDrainingError and EngineDeadError mean that another engine may do better; EngineStepError: a step failed
+        and took this request with it.
+        """
+        stream = self._submit(prompt_token_ids, params or SamplingParams(), request_id, prompt, tenant, salt)
+        number, name = stream.request.number, stream.request.request_id
+        try:
+            while self._processor.is_unfinished(name) or not stream.arrived.empty():
+                item = await stream.arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+            output = self._processor.pop_output(name)
+            self._measure(stream, output)
+            if on_output is not None:
+                on_output(output)
+        finally:
+            del self._streams[number], self._named[name]
+            if self._processor.is_unfinished(name):
+                self._processor.end(name, FinishReason.ABORT)
+                self._send(wire.Abort(number=number))
+            self._processor.forget(name)
+
+    async def complete(
+        self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """The whole answer. options: those of `generate`."""
+        outputs: list[RequestOutput] = []
+        async with aclosing(self.generate(prompt_token_ids, params, on_output=outputs.append, **options)) as deltas:  # type: ignore[type-var]
+            async for _ in deltas:
+                pass
+        return outputs[0]
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request; whoever reads it gets the end, with reason "abort". False if it is not under way."""
+        number = self._processor.number_of(request_id)
+        if number is None:
+            return False
+        self._send(wire.Abort(number=number))
+        self._hand_out(self._processor.end(request_id, FinishReason.ABORT))
+        return True
+
+    def _submit(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        request_id: str | None,
+        prompt: str | None,
+        tenant: str,
+        salt: str,
+    ) -> _Stream:
+        if self._death is not None:
+            raise self._death
+        if self._draining:
+            raise EngineDrainingError("the engine is draining and takes no new requests; send it to another one")
+        number = next(self._numbers)
+        name = f"{self._identity.hex()}-{number}" if request_id is None else request_id
+        for label, value in (("request_id", name), ("tenant", tenant), ("salt", salt)):
+            check_label(label, value)
+        if self._processor.is_known(name):
+            raise InvalidRequestError("request_id", f"{name!r} is already in use")
+        if params.stop and not self._processor.reads_text:
+            raise InvalidRequestError("stop", "stop strings need a tokenizer, and this client has none")
+        request = EngineRequest(
+            number=number,
+            request_id=name,
+            prompt_token_ids=_as_ids(prompt_token_ids),
+            params=params,
+            max_tokens=params.max_tokens or 0,  # the engine cuts it at its context
+            tenant=tenant,
+            salt=salt,
+        )
+        stream = _Stream(request, time.monotonic())
+        self._processor.add(request, prompt)
+        self._streams[number] = self._named[name] = stream
+        self._transmit(wire.encode_add(number, request))
+        return stream
+
+    # -- the engine as a whole ----------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None
+
+    @property
+    def last_step_age(self) -> float:
+        """Seconds since the engine's last step ended, while it has work: large when a step hangs."""
+        return 0.0 if self._beat is None else self._beat.last_step_age
+
+    @property
+    def state(self) -> str:
+        """ "loading", "ready", "draining" or "dead"."""
+        if self._death is not None:
+            return "dead"
+        return "loading" if self._beat is None else self._beat.state
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Has the engine finish what it has, of every client, and end; returns when it has. timeout: seconds after
+        which the rest is aborted. EngineDeadError if it dies on the way."""
+        self._draining = True
+        if self._death is None:
+            self._send(wire.Drain(timeout=timeout))
+        await asyncio.wait({self._over})
+        if not isinstance(self._death, EngineDrainingError):
+            assert self._death is not None
+            raise self._death
+
+    async def stats(self) -> EngineStats:
+        """What the engine has counted since it started. EngineDeadError."""
+        if self._death is not None:
+            raise self._death
+        tag = next(self._numbers)
+        reply = self._replies[tag] = asyncio.get_running_loop().create_future()
+        self._send(wire.StatsRequest(tag=tag))
+        try:
+            return await reply
+        finally:
+            del self._replies[tag]
+
+    async def render_metrics(self) -> bytes:
+        """The engine's numbers and those of this client's requests, in Prometheus' text format."""
+        self.metrics.take_totals(await self.stats())
+        return self.metrics.render()
+
+    async def events(self) -> AsyncIterator[list[CacheEvent]]:
+        """What the engine's prefix cache stores and loses from now on. EngineDeadError at its end."""
+        if self._death is not None:
+            raise self._death
+        arrived: asyncio.Queue[list[CacheEvent] | Exception] = asyncio.Queue()
+        self._listeners.add(arrived)
+        self._send(wire.Subscribe())
+        try:
+            while True:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self._listeners.discard(arrived)
+
+    # -- what comes ---------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            self._silent = 0.0
+            if not self._heard:  # it knows this client now; a pulse that overtook the Hello would be a stranger's
+                self._heard = True
+                self._pulse.start()
+            try:
+                self._take(wire.decode_to_client(frames))
+            except wire.ProtocolMismatchError as error:
+                self._die(error)
+            except Exception as error:  # without what it said nothing that runs there can be trusted to be whole
+                logger.exception("a message of the engine cannot be used")
+                self._die(EngineDeadError(f"a message of the engine cannot be used: {error}"))
+
+    def _take(self, message: wire.ToClient) -> None:
+        match message:
+            case wire.Heartbeat():
+                before, self._beat = self._beat, message
+                if message.state == "loading" and self._on_progress is not None:
+                    news = (message.stage, message.fraction)
+                    if before is None or news != (before.stage, before.fraction):
+                        self._on_progress(*news)
+            case wire.Ready():
+                if not self._ready.done():
+                    self._ready.set_result(message)
+                    self._beat = self._beat or wire.Heartbeat(state="ready")
+            case wire.Outputs(output=output):
+                deltas, aborts = self._processor.process(output)
+                for number, index in aborts:
+                    self._send(wire.Abort(number=number, index=index))
+                self._hand_out(deltas)
+            case wire.Refused(number=None):
+                if message.field == "protocol":
+                    self._die(wire.ProtocolMismatchError(message.message))
+                elif message.field == "hello":
+                    self._die(EngineDeadError(f"the engine has given this client up: {message.message}"))
+                else:
+                    logger.error("the engine refused a message: %s", message.message)
+            case wire.Refused(number=int(number), draining=True):
+                self._fail(number, EngineDrainingError(message.message))
+            case wire.Refused(number=int(number)):
+                self._fail(number, InvalidRequestError(message.field, message.message))
+            case wire.Failed(numbers=numbers):
+                for number in numbers:
+                    self._fail(number, EngineStepError(message.message))
+            case wire.Stats(tag=tag):
+                if tag in self._replies and not self._replies[tag].done():
+                    self._replies[tag].set_result(message.stats)
+            case wire.Events():
+                for listener in self._listeners:
+                    listener.put_nowait(message.events)
+            case wire.Drained():
+                self._die(EngineDrainingError("the engine has finished what it had and ended"))
+            case wire.Fatal():
+                self._die(EngineDeadError(f"the engine ended with an error: {message.message}"))
+
+    def _hand_out(self, deltas: list[SequenceDelta]) -> None:
+        now = time.monotonic()
+        for delta in deltas:
+            stream = self._named.get(delta.request_id)
+            if stream is None:
+                continue
+            stream.arrived.put_nowait(delta)
+            if delta.token_ids:
+                if delta.index in stream.last_token:
+                    self.metrics.observe_gap(now - stream.last_token[delta.index], len(delta.token_ids))
+                stream.last_token[delta.index] = now
+
+    def _fail(self, number: int, error: Exception) -> None:
+        """Ends one request with an error."""
+        stream = self._streams.get(number)
+        if stream is not None:
+            self._processor.end(stream.request.request_id, FinishReason.ERROR)
+            stream.arrived.put_nowait(error)
+
+    def _measure(self, stream: _Stream, output: RequestOutput) -> None:
+        self.metrics.observe_request(
+            RequestStats(
+                prompt_tokens=output.prompt_len,
+                max_tokens=stream.request.max_tokens,
+                completion_tokens=[len(completion.token_id) for completion in output.outputs],
+                finish_reasons=[str(completion.finish_reason) for completion in output.outputs],
+                queue=output.metrics.queue,
+                ttft=output.metrics.ttft,
+                time_per_token=output.metrics.tbt,
+                e2e=time.monotonic() - stream.arrival,
+            )
+        )
+
+    # -- death --------------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Counts the time in which the engine says nothing. Time in which this loop itself did not run is not its
+        fault, and what it said meanwhile lies in the socket."""
+        last = time.monotonic()
+        while self._death is None:
+            await asyncio.sleep(wire.BEAT_SECONDS)
+            now = time.monotonic()
+            self._silent += min(now - last, 2 * wire.BEAT_SECONDS)
+            last = now
+            if self._heard and self._silent > wire.SILENCE_SECONDS:
+                self._die(EngineDeadError(f"the engine has said nothing for {self._silent:.1f} s"))
+
+    def _notice_exit(self) -> None:
+        """The process has ended; its last words may still be on their way."""
+        assert self.process is not None
+        asyncio.get_running_loop().remove_reader(self.process.sentinel)
+        asyncio.get_running_loop().call_later(0.2, self._bury)
+
+    def _bury(self) -> None:
+        assert self.process is not None
+        self._die(EngineDeadError(f"the engine process has ended with exit code {self.process.exitcode}"))
+
+    def _die(self, error: Exception) -> None:
+        """Nothing will come any more; whoever waits is told. The first reason counts."""
+        if self._death is not None:
+            return
+        self._death = error
+        self._pulse.stop()
+        if not self._over.done():
+            self._over.set_result(None)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # looked at, even if nobody awaits it
+        for number in list(self._streams):
+            if self._processor.is_unfinished(self._streams[number].request.request_id):
+                self._fail(number, error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+        for listener in self._listeners:
+            listener.put_nowait(error)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _send(self, message: wire.ToEngine) -> None:
+        self._transmit(wire.encode(message))
+
+    def _transmit(self, frames: tuple[bytes, bytes]) -> None:
+        """Never waits: the socket's queue has no bound but what callers submit."""
+        if self._death is None:
+            self._socket.send_multipart(frames)
+
+
+def _as_ids(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int32 [n]; InvalidRequestError for what is no list of ids. Whether the model knows them the engine says."""
+    if not isinstance(token_ids, Sequence | np.ndarray):
+        raise InvalidRequestError("prompt_token_ids", f"must be a list, got {type(token_ids).__name__}")
+    check_token_ids("prompt_token_ids", token_ids, 1 << 31, {})
+    return np.array(token_ids, np.int32)

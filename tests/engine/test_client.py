@@ -1,0 +1,408 @@
+"""The client as asyncio code uses it, on real engine processes with the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import process_cores as cores
+import pytest
+
+from deepinfer import LLM
+from deepinfer.cache.events import CacheEvent
+from deepinfer.codec.tokenizer import Tokenizer
+from deepinfer.engine.client import AsyncEngineClient, EngineDeadError, EngineDrainingError
+from deepinfer.engine.errors import EngineStepError, InvalidRequestError
+from deepinfer.engine.outputs import SequenceDelta
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.wire import ProtocolMismatchError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T], seconds: float = 120.0) -> T:
+    return asyncio.run(asyncio.wait_for(work, seconds))
+
+
+def prompt(seed: int, length: int = 20) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 500, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, BaseProcess]]:
+    with cores.running(cores.faulty(tiny_checkpoint), tmp_path_factory.mktemp("engine")) as started:
+        yield started
+        assert started[1].is_alive()
+
+
+@pytest.fixture
+def endpoint(engine: tuple[str, BaseProcess]) -> Iterator[str]:
+    """The shared engine; a test must leave it empty."""
+    yield engine[0]
+
+    async def check() -> None:
+        async with await AsyncEngineClient.connect(engine[0], timeout=60) as client:
+            await until_empty(client)
+
+    run(check())
+
+
+async def until_empty(client: AsyncEngineClient, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while True:
+        now = (await client.stats()).totals
+        if now.running == now.waiting == now.blocks_used == now.slots_used == 0:
+            return
+        assert time.monotonic() < until, now
+        await asyncio.sleep(0.02)
+
+
+async def until_running(client: AsyncEngineClient, count: int) -> None:
+    while (await client.stats()).totals.running != count:
+        await asyncio.sleep(0.02)
+
+
+def together(deltas: list[SequenceDelta], index: int = 0) -> list[int]:
+    return [token for delta in deltas if delta.index == index for token in delta.token_ids]
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_through_the_process_equal_those_of_llm(endpoint: str, llm: LLM, tiny_checkpoint: Path) -> None:
+    work = [
+        (prompt(1), GREEDY),
+        (prompt(2, 300), GREEDY.with_changes(max_tokens=20, logprobs=2)),
+        (prompt(3), SamplingParams(max_tokens=12, seq_seed=7, n=3)),
+        (prompt(4, 40), SamplingParams(max_tokens=12, seq_seed=8, top_p=0.9, prompt_logprobs=1)),
+        (prompt(5), SamplingParams(max_tokens=12, temperature=0.0, presence_penalty=1.0, stop_token_ids=[7, 9])),
+        (prompt(6), SamplingParams(max_tokens=30, temperature=0.0, stop=["e", "a"])),
+    ]
+    expected = llm.generate(
+        prompt_token_ids=[ids for ids, _ in work], sampling_params=[params for _, params in work], use_tqdm=False
+    )
+
+    async def ask() -> list:
+        tokenizer = Tokenizer.from_directory(tiny_checkpoint)
+        async with await AsyncEngineClient.connect(endpoint, detokenizer=tokenizer.text_stream, timeout=60) as client:
+            return await asyncio.gather(*(client.complete(ids, params) for ids, params in work))
+
+    for theirs, ours in zip(run(ask()), expected, strict=True):
+        assert theirs.outputs == ours.outputs
+        assert theirs.prompt_logprobs == ours.prompt_logprobs
+        assert theirs.prompt_token_ids == ours.prompt_token_ids
+    assert any(completion.text for output in expected for completion in output.outputs)
+
+
+def test_a_stream_adds_up_to_the_answer(endpoint: str, tiny_checkpoint: Path) -> None:
+    async def ask() -> None:
+        tokenizer = Tokenizer.from_directory(tiny_checkpoint)
+        async with await AsyncEngineClient.connect(endpoint, detokenizer=tokenizer.text_stream) as client:
+            params = SamplingParams(max_tokens=20, seq_seed=3, n=2, ignore_eos=True)
+            outputs: list[Any] = []
+            deltas = [d async for d in client.generate(prompt(1), params, on_output=outputs.append)]
+            (output,) = outputs
+            assert len(deltas) > 20  # it was streamed
+            for completion in output.outputs:
+                mine = [delta for delta in deltas if delta.index == completion.index]
+                assert together(mine, completion.index) == completion.token_id
+                assert "".join(delta.text for delta in mine) == completion.text
+                assert [delta.finish_reason for delta in mine if delta.finish_reason] == ["length"]
+
+    run(ask())
+
+
+def test_clients_at_the_same_time_get_their_own_answers(endpoint: str) -> None:
+    async def ask() -> None:
+        clients = [await AsyncEngineClient.connect(endpoint) for _ in range(3)]
+        alone = [await clients[0].complete(prompt(seed), GREEDY) for seed in range(3)]
+        jobs = [client.complete(prompt(seed), GREEDY) for seed in range(3) for client in clients]
+        answers = await asyncio.gather(*jobs)
+        for at, answer in enumerate(answers):
+            assert answer.outputs == alone[at // 3].outputs
+        for client in clients:
+            await client.close()
+
+    run(ask())
+
+
+# -- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_the_reader_frees_the_blocks(endpoint: str) -> None:
+    async def leave() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            task = asyncio.create_task(client.complete([cores.SLOW, *prompt(1)], LONG))
+            await until_running(client, 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until_empty(client)
+            stream = client.generate(prompt(1), LONG)
+            async for _ in stream:
+                break
+            await stream.aclose()  # type: ignore[attr-defined]
+            await until_empty(client)
+
+    run(leave())
+
+
+def test_an_aborted_answer_ends_with_what_it_has(endpoint: str) -> None:
+    async def abort() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            deltas = []
+            async for delta in client.generate(prompt(1), LONG, request_id="mine"):
+                deltas.append(delta)
+                if len(deltas) == 3:
+                    assert await client.abort("mine")
+            assert deltas[-1].finish_reason == "abort" and 3 <= len(together(deltas)) < 100
+            assert not await client.abort("mine")
+            await until_empty(client)
+            assert (await client.complete(prompt(2), GREEDY, request_id="mine")).outputs[0].token_id  # free again
+
+    run(abort())
+
+
+def test_aborts_at_random_moments_leave_no_block_in_use(endpoint: str) -> None:
+    chance = random.Random(5)
+
+    async def one(client: AsyncEngineClient, number: int) -> None:
+        await asyncio.sleep(chance.uniform(0, 2))
+        params = LONG.with_changes(n=chance.choice((1, 1, 2)))
+        job = asyncio.create_task(client.complete(prompt(number % 7, chance.randrange(1, 300)), params))
+        await asyncio.sleep(chance.choice((0, 0, 0.001, 0.02, 0.3)) * chance.random())
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+
+    async def storm() -> None:
+        async with (
+            await AsyncEngineClient.connect(endpoint) as first,
+            await AsyncEngineClient.connect(endpoint) as second,
+        ):
+            steady = asyncio.create_task(first.complete(prompt(1), GREEDY))
+            await asyncio.gather(*(one(chance.choice((first, second)), number) for number in range(250)))
+            await until_empty(second)
+            assert len((await steady).outputs[0].token_id) == 8
+
+    run(storm())
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "params", "field"),
+    [
+        ([], GREEDY, "prompt_token_ids"),
+        ([5, 512], GREEDY, "prompt_token_ids"),
+        ([5, -1], GREEDY, "prompt_token_ids"),
+        ([5, 2.5], GREEDY, "prompt_token_ids"),
+        ([[5]], GREEDY, "prompt_token_ids"),
+        ("text", GREEDY, "prompt_token_ids"),
+        ([5, True], GREEDY, "prompt_token_ids"),
+        ([5, 1 << 40], GREEDY, "prompt_token_ids"),
+        ([5] * 512, GREEDY, "prompt"),
+        ([5], SamplingParams(stop="x"), "stop"),
+        ([5], SamplingParams(min_tokens=600, max_tokens=None), "min_tokens"),
+        ([5], SamplingParams(stop_token_ids=[512]), "stop_token_ids"),
+        ([5], SamplingParams(logprobs=513), "logprobs"),
+    ],
+)
+def test_a_refusal_travels_with_field_and_reason(endpoint: str, ids: Any, params: SamplingParams, field: str) -> None:
+    async def ask() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            with pytest.raises(InvalidRequestError) as caught:
+                await client.complete(ids, params)
+            assert caught.value.field == field and caught.value.message
+            assert len((await client.complete(prompt(1), GREEDY)).outputs[0].token_id) == 8
+
+    run(ask())
+
+
+def test_a_name_in_use_is_refused(endpoint: str) -> None:
+    async def ask() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            first = asyncio.create_task(client.complete(prompt(1), LONG, request_id="mine"))
+            await until_running(client, 1)
+            with pytest.raises(InvalidRequestError, match="request_id: 'mine' is already in use"):
+                await client.complete(prompt(2), GREEDY, request_id="mine")
+            assert len((await first).outputs[0].token_id) == 100
+
+    run(ask())
+
+
+def test_a_failed_step_is_an_error_of_its_requests_and_the_next_ones_work(endpoint: str) -> None:
+    async def ask() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            first = asyncio.create_task(client.complete(prompt(1), LONG))
+            await until_running(client, 1)
+            with pytest.raises(EngineStepError, match="on fire"):
+                await client.complete([cores.FAILS], GREEDY)
+            with pytest.raises(EngineStepError, match="on fire"):
+                await first
+            assert len((await client.complete(prompt(1), GREEDY)).outputs[0].token_id) == 8
+
+    run(ask())
+
+
+# -- life and death ---------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_event_loop_is_not_taken_for_a_dead_client_nor_for_a_dead_engine(endpoint: str) -> None:
+    async def ask() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            job = asyncio.create_task(client.complete([cores.SLOW, *prompt(1)], LONG))
+            await until_running(client, 1)
+            time.sleep(2.5)  # tokenising something huge, say
+            assert len((await job).outputs[0].token_id) == 100
+
+    run(ask())
+
+
+def test_nobody_at_the_endpoint_is_an_error_in_time(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match="no engine answers"):
+        run(AsyncEngineClient.connect(f"ipc://{tmp_path}/nothing", timeout=0.5))
+    assert time.monotonic() - begin < 5
+
+
+def test_another_release_is_not_talked_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepinfer.engine.wire.VERSION", b"deepinfer-engine/0")
+    with pytest.raises(ProtocolMismatchError, match="deepinfer-engine/0"):
+        run(AsyncEngineClient.connect(endpoint))
+    monkeypatch.undo()
+
+
+def test_a_killed_engine_is_noticed_within_two_seconds_by_all_its_clients(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    async def watch() -> None:
+        progress: list[str] = []
+        owner = await AsyncEngineClient.start(
+            cores.faulty(tiny_checkpoint), on_progress=lambda stage, fraction: progress.append(stage)
+        )
+        assert "weights" in progress
+        assert owner.endpoint.startswith("ipc://") and owner.process is not None and owner.process.pid is not None
+        directory = Path(owner.endpoint.removeprefix("ipc://")).parent
+        assert directory.stat().st_mode & 0o077 == 0  # nobody else's
+        guest = await AsyncEngineClient.connect(owner.endpoint)
+        jobs = [asyncio.create_task(c.complete([cores.SLOW, *prompt(1)], LONG)) for c in (owner, guest)]
+        await until_running(guest, 2)
+        asked = asyncio.create_task(guest.drain())
+        os.kill(owner.process.pid, signal.SIGKILL)
+        died = time.monotonic()
+        for job in (*jobs, asked):
+            with pytest.raises(EngineDeadError):
+                await job
+        assert time.monotonic() - died < 2.0
+        assert not owner.is_alive and not guest.is_alive and owner.state == "dead"
+        for client in (owner, guest):
+            with pytest.raises(EngineDeadError):
+                await client.complete(prompt(1), GREEDY)
+            with pytest.raises(EngineDeadError):
+                await client.stats()
+            await client.close()
+        assert not directory.exists()
+
+    run(watch())
+
+
+def test_a_model_that_cannot_be_loaded_says_why() -> None:
+    with pytest.raises(EngineDeadError, match="num_hidden_layers: must be at least 1"):
+        run(AsyncEngineClient.start(cores.failing_core))
+
+
+def test_drain_finishes_what_runs_and_then_the_engine_is_gone(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    async def drain(endpoint: str, process: BaseProcess) -> None:
+        client = await AsyncEngineClient.connect(endpoint, timeout=60)
+        other = await AsyncEngineClient.connect(endpoint)
+        job = asyncio.create_task(client.complete([cores.SLOW, *prompt(1)], LONG))
+        await until_running(client, 1)
+        drained = asyncio.create_task(client.drain())
+        while other.state != "draining":
+            await asyncio.sleep(0.02)
+        for each in (client, other):  # told here already, and told by the engine
+            with pytest.raises(EngineDrainingError):
+                await each.complete(prompt(1), GREEDY)
+        assert len((await job).outputs[0].token_id) == 100
+        await drained
+        process.join(10)
+        assert process.exitcode == 0
+        with pytest.raises(EngineDrainingError):
+            await client.complete(prompt(1), GREEDY)
+        await client.close()
+        await other.close()
+
+    with cores.running(cores.faulty(tiny_checkpoint), tmp_path) as (endpoint, process):
+        run(drain(endpoint, process))
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_join_the_engines_numbers_and_this_clients_requests(endpoint: str) -> None:
+    async def read() -> None:
+        async with await AsyncEngineClient.connect(endpoint, model="tiny") as client:
+            before = (await client.stats()).totals.generated_tokens
+            await client.complete(prompt(1), GREEDY)
+            text = (await client.render_metrics()).decode()
+            values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+            labels = 'dp_rank="0",instance="0",model="tiny",role="mixed"'
+            assert float(values[f"dsv_generation_tokens_total{{{labels}}}"]) == before + 8
+            assert float(values[f"dsv_request_generation_tokens_sum{{{labels}}}"]) == 8
+            assert float(values[f"dsv_inter_token_latency_seconds_count{{{labels}}}"]) == 7
+            assert float(values[f"dsv_time_to_first_token_seconds_count{{{labels}}}"]) == 1
+            assert 'finished_reason="length"' in text
+            assert 'num_blocks="64"' in text and 'max_num_seqs="8"' in text
+
+    run(read())
+
+
+def test_a_step_that_hangs_shows_at_the_client(endpoint: str) -> None:
+    async def watch() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            job = asyncio.create_task(client.complete([cores.HANGS, *prompt(1)], GREEDY))
+            oldest = 0.0
+            while not job.done():
+                oldest = max(oldest, client.last_step_age)
+                await asyncio.sleep(0.05)
+            assert cores.HANG_SECONDS - 1 < oldest < cores.HANG_SECONDS + 1
+            assert client.state == "ready"
+
+    run(watch())
+
+
+def test_events_tell_what_the_prefix_cache_holds(endpoint: str) -> None:
+    ids = prompt(77, 300)
+
+    async def listen() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            stored: list[CacheEvent] = []
+
+            async def collect() -> None:
+                async for events in client.events():
+                    stored.extend(event for event in events if (event.kind, event.tier) == ("stored", "device"))
+
+            listener = asyncio.create_task(collect())
+            await client.stats()  # the subscription came before it
+            answer = await client.complete(ids, GREEDY, salt="one")
+            assert answer.cached_tokens == 0
+            while sum(len(event.hashes) for event in stored) < 2:  # 300 tokens fill two blocks of 128
+                await asyncio.sleep(0.02)
+            listener.cancel()
+            again = await client.complete(ids, GREEDY, salt="one")
+            other = await client.complete(ids, GREEDY, salt="two")
+            assert again.outputs == answer.outputs == other.outputs
+            assert other.cached_tokens == 0
+
+    run(listen())
