@@ -25,7 +25,8 @@ SEGMENT_ROWS = 512  # index scores are made for at most this many rows of a chun
 class StepStore(Protocol):
     """The tensors that a step reads and writes; `storage.CacheStorage` has them."""
 
-    tables: Tensor  # int64 [slots, blocks per sequence]
+    tables: Tensor  # int64 [slots, blocks per sequence], on the device
+    host_tables: np.ndarray  # the same numbers on the host
     records: dict[int, PagedRecords]
     windows: WindowRings
     open_rows: OpenRows
@@ -69,6 +70,8 @@ class StepView:
         """Rows that go past the last KV source (int64 [M]) and the view of the layers there; None where that is all
         rows with all that their windows show."""
         batch = self.batch
+        if not batch.keep_from.any():
+            return None
         shown = np.maximum(batch.window_floors, batch.starts - self._store.windows.window + 1)
         if not (batch.keep_from > np.maximum(shown, 0)).any():
             return None
@@ -137,16 +140,14 @@ class StepView:
         records, batch = self._store.records[layer], self.batch
         ratio = records.ratio
         if ratio not in self._entry_plans:
-            positions, slots = batch.row_positions, batch.per_row(batch.chunk_slots)
-            closes = np.ones(batch.num_rows, np.bool_) if ratio == 1 else (positions + 1) % ratio == 0
+            positions, slots, per_block = batch.row_positions, batch.per_row(batch.chunk_slots), records.per_block
+            rows = np.flatnonzero(positions & 1) if ratio == 2 else np.arange(batch.num_rows)
             if batch.write_from.any():
-                closes &= positions >= batch.per_row(batch.write_from)
-            rows = np.flatnonzero(closes)
-            entries = batch.to_device(positions[rows] // ratio)
-            targets = select.entry_rows(
-                self._store.tables, batch.to_device(slots[rows]), entries.unsqueeze(1), records.per_block
-            )
-            self._entry_plans[ratio] = rows, entries * ratio, targets.squeeze(1)
+                rows = rows[positions[rows] >= batch.per_row(batch.write_from)[rows]]
+            entries = positions[rows] // ratio
+            blocks = self._store.host_tables[slots[rows], entries // per_block]
+            targets = batch.to_device(blocks * per_block + entries % per_block)
+            self._entry_plans[ratio] = rows, batch.to_device(entries * ratio), targets
         return self._entry_plans[ratio]
 
     @cached_property

@@ -61,7 +61,8 @@ class CacheStorage:
         self.open_rows = OpenRows(config, max_num_seqs, device, drafts=drafts)
         self.last_tokens = LastTokens(config, max_num_seqs, device, drafts=drafts).ids
         width = min(blocks_for(config.max_position_embeddings), num_blocks)
-        self.tables = torch.full((max_num_seqs, width), NULL_BLOCK, dtype=torch.int64, device=device)
+        self.host_tables = np.full((max_num_seqs, width), NULL_BLOCK, np.int64)
+        self.tables = torch.from_numpy(self.host_tables).to(device)  # on a CPU the same memory
         self.stored_windows = WindowArena(self.windows, window_entries)
         self._capacity = np.zeros(max_num_seqs, np.int64)  # tokens that the slot's table has blocks for
         self._lengths = np.zeros(max_num_seqs, np.int64)  # tokens written
@@ -166,7 +167,7 @@ class CacheStorage:
 
     def _open_slot(self, order: edit.OpenSlot) -> None:
         slot = order.slot
-        self.tables[slot] = NULL_BLOCK
+        self._put_table(slot, slice(None), NULL_BLOCK)
         self.last_tokens[slot] = -1
         self._capacity[slot] = self._lengths[slot] = self._furthest[slot] = 0
         self._replicas[slot] = -1
@@ -178,8 +179,12 @@ class CacheStorage:
                 f"slot {order.slot}: table entries {order.first} to {end} do not continue a table of "
                 f"{self._capacity[order.slot] // BLOCK_TOKENS} of at most {self.tables.shape[1]} blocks"
             )
-        self.tables[order.slot, order.first : end] = self._ids(order.blocks)
+        self._put_table(order.slot, slice(order.first, end), order.blocks)
         self._capacity[order.slot] = max(self._capacity[order.slot], end * BLOCK_TOKENS)
+
+    def _put_table(self, slot: int, places: slice, blocks: Sequence[int] | int) -> None:
+        self.host_tables[slot, places] = blocks
+        self.tables[slot, places] = torch.from_numpy(self.host_tables[slot, places])
 
     def _set_length(self, order: edit.SetLength) -> None:
         slot, length = order.slot, order.length
