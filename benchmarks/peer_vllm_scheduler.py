@@ -14,9 +14,9 @@ asynchronous one, and nothing of IPC, detokenization or preparing inputs. Prompt
 as otherwise all requests would take a new block in the same step. The collector is as in the peer's engine core: left
 on, with everything that exists before the first request frozen.
 
-On shared cores the same interpreter runs at half its speed from one second to the next, and one built without
---enable-optimizations is slower throughout. `python_loop_us` tells: 1,000 stores into a dict, timed after every step.
-Compare figures only beside that of the other side, from the same interpreter.
+On shared cores an interpreter runs at half its speed from one second to the next, and two builds of one Python differ by
+a quarter. `python_loop_us` tells: 1,000 stores into a dict, timed after every step. Compare with figures of the same
+interpreter whose loop took as long, taken in turn with these.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -30,7 +30,6 @@ import os
 import platform
 import statistics
 import sys
-import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -281,7 +280,6 @@ def main() -> None:
     report = {
         "peer": peer_version(),
         "python": platform.python_version(),
-        "python_optimized_build": "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or ""),
         "scheduler": "AsyncScheduler" if args.async_scheduling else "Scheduler",
         "context": args.context,
         "prompt_lengths": f"{args.context - args.block_size + 1} to {args.context}",
