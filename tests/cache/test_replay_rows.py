@@ -168,7 +168,7 @@ def test_decoding_goes_on_after_a_truncated_replay_as_after_masks(model, drafts)
     same_logits(model, torch.cat(rows), expected(model, LENGTH, masks, LENGTH - length + 1))
 
 
-@pytest.mark.parametrize("cuts", [(128, 256), (100, 255, 256), (130, 140, 250, 256, 257), (256,), (300,)])
+@pytest.mark.parametrize("cuts", [(128, 256), (100, 255, 256), (130, 140, 250, 256, 257), (256,), (300,), (250,), (245, 259)])
 def test_a_window_from_the_store_gives_what_a_cold_run_gives(model, cuts):
     """Saved by one sequence whatever its chunks were, read by another: no row is computed twice, no bit differs."""
     storage, hit = storage_for(model, window_entries=2), 256
@@ -207,6 +207,18 @@ def test_a_replay_into_a_slot_of_another_sequence_finds_nothing_of_it(model):
     hit_slot(storage, 1, ids(), 128, 128 - WINDOW, range(10, 14), shared)
     got = feed(model, storage, 1, ids(), bounds=Bounds(128 - WINDOW, 128))
     same_logits(model, got, expected(model, LENGTH, Masks(128 - WINDOW, 128)))
+
+
+def test_the_window_before_the_newest_boundary_can_still_be_saved(model):
+    """Whoever decides to keep it may hear of it one boundary late."""
+    late, soon = storage_for(model, window_entries=1), storage_for(model, window_entries=1)
+    for storage in (late, soon):
+        cold_slot(storage, 0, LENGTH)
+    feed(model, soon, 0, ids(140))
+    feed(model, late, 0, ids(300), [120, 250])
+    for storage in (late, soon):
+        storage.apply([SaveWindow(0, 128, 0)])
+    assert torch.equal(late.stored_windows.rows, soon.stored_windows.rows)
 
 
 def test_a_window_that_no_replica_holds_cannot_be_saved(model):
