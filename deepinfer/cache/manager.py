@@ -221,7 +221,6 @@ class CacheManager:
     def close(self, slot: int) -> None:
         """Give a sequence's blocks and slot back; the published ones stay cached until their room is needed."""
         self._pool.release(self.table(slot))
-        self._prefixes.announced.withdraw(slot)
         self._tables[slot, : self._num_blocks[slot]] = NULL_BLOCK
         self._set_num_blocks(slot, 0)
         self._open.remove(slot)
@@ -232,11 +231,6 @@ class CacheManager:
     def find(self, chain: HashChain, known: int) -> PrefixHit:
         """What a sequence of `known` tokens need not compute. Changes nothing; `adopt` takes it."""
         return self._prefixes.find(chain, known)
-
-    def first_missing(self, chain: HashChain, known: int) -> bytes | None:
-        """The hash of the first block that the sequence could adopt if it were there; None: they are all there. Where
-        it is being computed (`is_computing`), waiting for it saves computing it twice."""
-        return self._prefixes.first_missing(chain, known)
 
     def adopt(self, slot: int, hit: PrefixHit, token_ids: np.ndarray) -> None:
         """The slot, just opened, starts with what `find` found a moment ago; nothing happens for a cold hit.
@@ -280,18 +274,6 @@ class CacheManager:
             return
         self._prefixes.store(self._tables[slot, first:end], chain, first)
         self._published[slot] = end
-        self._prefixes.announced.withdraw(slot, below=end)
-
-    def announce(self, slot: int, chain: HashChain, known: int) -> None:
-        """The slot's prefill is going to publish its full blocks below `known`. `publish` and `close` withdraw."""
-        self._check_open(slot)
-        if self._publishes(slot):
-            end = min(known // BLOCK_TOKENS, len(chain.hashes))
-            self._prefixes.announced.announce(slot, chain.hashes, self._published[slot], end)
-
-    def is_computing(self, digest: bytes) -> bool:
-        """Whether some open slot has announced a block with this hash and not published it yet."""
-        return digest in self._prefixes.announced
 
     def save_window(self, slot: int, chain: HashChain, boundary: int) -> bool:
         """Keep the window before `boundary`, a multiple of 128 that the slot's replica holds, in host memory -> whether
@@ -312,7 +294,6 @@ class CacheManager:
         self._era += 1
         self._prefixes.clear()
         for slot in self._open:
-            self._prefixes.announced.withdraw(slot)
             self._published[slot] = 0
 
     def void(self) -> None:
@@ -412,7 +393,7 @@ class CacheManager:
             raise RuntimeError("a free slot has blocks")
         tables = [self.table(slot) for slot in self.open_slots()]
         self._pool.check_integrity(np.concatenate([*tables, np.empty(0, np.int64)]))
-        self._prefixes.check_integrity(tables, self._open)
+        self._prefixes.check_integrity(tables)
         for slot in self._open:
             if not self._pool.hashed[self._tables[slot, : self._published[slot]]].all():
                 raise RuntimeError(f"slot {slot}: {self._published[slot]} blocks published, but not all are known")

@@ -1,4 +1,4 @@
-"""Content -> block: the index of the prefix cache, the choice of where a hit starts, and what is being computed now."""
+"""Content -> block: the index of the prefix cache, and the choice of where a hit starts."""
 
 from __future__ import annotations
 
@@ -154,46 +154,3 @@ class PrefixIndex:
             for before, block in pairwise(chain):
                 if self._parent_of[block] != self._digest_of[before]:
                     raise RuntimeError(f"block {block} follows block {before}, but its hash does not")
-
-
-class Announcements:
-    """Hashes of blocks that running prefills are about to publish, so that others can wait for them."""
-
-    def __init__(self) -> None:
-        self._announcers: dict[bytes, int] = {}  # how many compute it
-        self._promised: dict[int, tuple[Sequence[bytes], int, int]] = {}  # slot -> chain's hashes, first, end (blocks)
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._announcers
-
-    def announce(self, slot: int, hashes: Sequence[bytes], first: int, end: int) -> None:
-        """The slot will publish blocks first .. end - 1 of a chain; replaces what it announced before."""
-        self.withdraw(slot)
-        if end <= first:
-            return
-        self._promised[slot] = (hashes, first, end)
-        for digest in hashes[first:end]:
-            self._announcers[digest] = self._announcers.get(digest, 0) + 1
-
-    def withdraw(self, slot: int, below: int | None = None) -> None:
-        """The slot has published its blocks below this one; None: it computes none of them any more."""
-        if slot not in self._promised:
-            return
-        hashes, first, end = self._promised.pop(slot)
-        stop = end if below is None else min(max(below, first), end)
-        for digest in hashes[first:stop]:
-            if self._announcers[digest] == 1:
-                del self._announcers[digest]
-            else:
-                self._announcers[digest] -= 1
-        if stop < end:
-            self._promised[slot] = (hashes, stop, end)
-
-    def check_integrity(self, open_slots: Iterable[int]) -> None:
-        """Raises RuntimeError unless the counts are those of open slots' promises."""
-        counted: dict[bytes, int] = {}
-        for hashes, first, end in self._promised.values():
-            for digest in hashes[first:end]:
-                counted[digest] = counted.get(digest, 0) + 1
-        if counted != self._announcers or not self._promised.keys() <= set(open_slots):
-            raise RuntimeError("announced prefixes are not those of the open sequences")

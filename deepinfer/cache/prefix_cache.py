@@ -1,4 +1,4 @@
-"""Contents that later prompts may hit: which blocks and windows hold them, what is being computed, and who is told."""
+"""Contents that later prompts may hit: which blocks and windows hold them, and who is told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from deepinfer.cache.blocks import BLOCK_TOKENS, BlockPool
 from deepinfer.cache.events import DEVICE, REMOVED, STORED, WINDOW, CacheEvent
 from deepinfer.cache.hashing import HashChain
-from deepinfer.cache.prefix import Announcements, PrefixHit, PrefixIndex, ReplayPolicy
+from deepinfer.cache.prefix import PrefixHit, PrefixIndex, ReplayPolicy
 from deepinfer.cache.windows import WindowIndex
 
 
@@ -47,7 +47,6 @@ class PrefixCache:
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
         self.policy = policy
-        self.announced = Announcements()
         self.windows = WindowIndex(window_entries)
         self._index = PrefixIndex()
         self._pool = pool
@@ -57,13 +56,8 @@ class PrefixCache:
 
     def find(self, chain: HashChain, known: int) -> PrefixHit:
         """What a sequence of `known` tokens need not compute."""
-        return self.policy.choose(self._longest(chain, known), chain.hashes, self.windows.find)
-
-    def first_missing(self, chain: HashChain, known: int) -> bytes | None:
-        """The hash of the first block that such a sequence could adopt if it were there; None: they are all there."""
-        count = len(self._longest(chain, known))
-        limit = min(self.policy.most_blocks(known), len(chain.hashes))
-        return chain.hashes[count] if count < limit else None
+        blocks = self._index.longest(chain.hashes, self.policy.most_blocks(known), self._pool.references)
+        return self.policy.choose(blocks, chain.hashes, self.windows.find)
 
     def store(self, blocks: np.ndarray, chain: HashChain, first: int) -> None:
         """`blocks` int64 [n], in use, hold blocks first .. first + n - 1 of the chain."""
@@ -102,9 +96,6 @@ class PrefixCache:
         if windows:
             self._tell(REMOVED, tuple(windows), None, WINDOW)
 
-    def _longest(self, chain: HashChain, known: int) -> list[int]:
-        return self._index.longest(chain.hashes, self.policy.most_blocks(known), self._pool.references)
-
     def _evicted(self, blocks: np.ndarray) -> None:
         self._stats.blocks_evicted += len(blocks)
         self._lose(blocks)
@@ -131,9 +122,8 @@ class PrefixCache:
                 self._tell(STORED, tuple(digests[start:end]), parents[start], DEVICE)
             start = end + 1
 
-    def check_integrity(self, tables: Iterable[np.ndarray], open_slots: Iterable[int]) -> None:
-        """Raises RuntimeError unless every known hash continues the one before it in every table, the pool's marks are
-        the index's, and nothing is promised by a closed slot."""
+    def check_integrity(self, tables: Iterable[np.ndarray]) -> None:
+        """Raises RuntimeError unless every known hash continues the one before it in every table, and the pool's marks
+        are the index's."""
         self._index.check_integrity(self._pool.hashed, tables)
-        self.announced.check_integrity(open_slots)
         self.windows.check_integrity()

@@ -115,7 +115,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.idle: list[int] = []
         self.windows: list[tuple] = []
         self.tickets: dict[int, Sequence] = {}
-        self.promised: dict[int, set[bytes]] = {}
         self.content_of: dict[bytes, tuple] = {}
         self.mirror: dict[str, set[bytes]] = {"device": set(), "window": set()}
         self.era = 0
@@ -272,22 +271,6 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.keeps and sequence.era == self.era:
             for index in range(computed // B):
                 self.known.setdefault(self.owned[slot][index], sequence.content((index + 1) * B))
-                self.promised.get(slot, set()).discard(sequence.chain.hashes[index])
-
-    @precondition(lambda self: self.open)
-    @rule(number=st.integers(0, 99))
-    def announce(self, number):
-        slot = self.pick(number)
-        sequence = self.open[slot]
-        self.cache.announce(slot, sequence.chain, len(sequence.tokens))
-        if self.keeps and sequence.era == self.era:
-            published = 0
-            while published < len(self.owned[slot]) and self.seen(slot, published):
-                published += 1
-            self.promised[slot] = set(sequence.chain.hashes[published:])
-
-    def seen(self, slot: int, index: int) -> bool:
-        return index < self.cache._published[slot]  # a twin's publication does not count, so the model cannot tell
 
     @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 99))
@@ -341,7 +324,6 @@ class ManagerMachine(RuleBasedStateMachine):
     def close_slot(self, slot: int) -> None:
         self.cache.close(slot)
         del self.open[slot]
-        self.promised.pop(slot, None)
         self.gave_back(slot)
         for call in (self.cache.close, self.cache.table):
             with pytest.raises(ValueError, match="not open"):
@@ -405,7 +387,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.known.clear()
         self.idle.clear()
         self.windows.clear()
-        self.promised.clear()
 
     # -- what always holds --------------------------------------------------------------------------------------------
 
@@ -427,8 +408,6 @@ class ManagerMachine(RuleBasedStateMachine):
         assert cache.num_free_slots == SEQS - len(self.open)
         assert cache.capacity.tolist() == [B * len(self.owned.get(slot, ())) for slot in range(SEQS)]
         assert [self.content_of[digest] for digest in cache._prefixes.windows.digests()] == self.windows
-        announced = set().union(*self.promised.values())
-        assert all(cache.is_computing(digest) == (digest in announced) for digest in self.content_of)
 
     @invariant()
     def every_sequence_still_reads_its_own_tokens(self):
@@ -615,8 +594,6 @@ def test_a_fork_of_a_prompt_that_was_hit_publishes_only_its_own():
     cache.reserve(parent, 600)
     child, _ = cache.fork(parent, 600)
     before = cache.stats.blocks_published
-    cache.announce(child, chain, 600)
-    assert [cache.is_computing(digest) for digest in chain.hashes[:4]] == [False, False, False, True]
     cache.publish(child, chain, 600)
     assert cache.stats.blocks_published == before + 1  # the fourth block, computed together with the parent
     cache.close(parent)
@@ -655,12 +632,10 @@ def test_what_was_computed_before_a_clear_never_comes_back():
     old, ticket_owner = cache.open(), cache.open()
     for slot in (old, ticket_owner):
         cache.reserve(slot, 700)
-        cache.announce(slot, chain, 700)
     cache.publish(old, chain, 300)
     ticket = cache.offload(ticket_owner, 700)
     cache.close(ticket_owner)
     cache.clear_prefix_cache()
-    assert not any(map(cache.is_computing, chain.hashes))
     child, _ = cache.fork(old, 600)
     restored = cache.open()
     cache.close(old)
@@ -668,7 +643,6 @@ def test_what_was_computed_before_a_clear_never_comes_back():
     cache.restore(ticket, restored, TOKENS[:700])
     for slot in (child, restored):
         cache.publish(slot, chain, 600)
-        cache.announce(slot, chain, 700)
         assert not cache.save_window(slot, chain, 512)
         cache.close(slot)
     assert cache.num_cached_blocks == 0 and cache.find(chain, 1024).length == 0
@@ -762,10 +736,6 @@ def _claim_capacity(cache):
     cache.capacity[1] = 128
 
 
-def _promise_for_nobody(cache):
-    cache._prefixes.announced.announce(3, [b"x"], 0, 1)
-
-
 def _lose_a_window(cache):
     cache._prefixes.windows._free.pop()
 
@@ -787,7 +757,6 @@ def _leave_a_block_behind_the_table(cache):
         _swap_two_blocks,
         _free_a_cached_block,
         _claim_capacity,
-        _promise_for_nobody,
         _lose_a_window,
         _lose_offloaded_blocks,
         _leave_a_block_behind_the_table,

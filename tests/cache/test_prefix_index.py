@@ -1,4 +1,4 @@
-"""How much of a prompt is found again, where its computation starts, and who waits for whom."""
+"""How much of a prompt is found again, and where its computation starts."""
 
 from __future__ import annotations
 
@@ -142,12 +142,9 @@ def test_off_finds_and_keeps_nothing():
     chain, slot = chain_of(tokens), cache.open()
     cache.reserve(slot, 1024)
     cache.publish(slot, chain, 1024)
-    cache.announce(slot, chain, 1024)
     assert not cache.save_window(slot, chain, 128) and not cache.has_window(chain.hashes[0])
-    assert not cache.is_computing(chain.hashes[0])
     cache.close(slot)
     assert cache.find(chain, 1024) == (0, 0, None, ())
-    assert cache.first_missing(chain, 1024) is None
     assert cache.num_cached_blocks == 0 and cache.num_free_blocks == 32
 
 
@@ -340,52 +337,6 @@ def test_what_was_adopted_is_not_evicted_by_the_reservation_that_follows():
     assert cache.table(slot).tolist()[:4] == list(hit.blocks)
     assert len(set(cache.table(slot).tolist())) == 10
     assert cache.find(chain, 4096).length == 512
-    cache.close(slot)
-
-
-# -- in flight --------------------------------------------------------------------------------------------------------
-
-
-def test_a_prefix_under_way_can_be_waited_for():
-    cache, tokens = make(), tokens_of(1024)
-    chain, slot = chain_of(tokens), cache.open()
-    cache.reserve(slot, 1024)
-    cache.announce(slot, chain, 1024)
-    other = chain_of(np.concatenate((tokens[:512], tokens_of(600, seed=1))))
-    assert cache.first_missing(other, 1112) == chain.hashes[0]
-    assert cache.is_computing(chain.hashes[0])
-    cache.publish(slot, chain, 300)
-    assert cache.first_missing(other, 1112) == chain.hashes[2]
-    assert [cache.is_computing(digest) for digest in chain.hashes] == [False, False] + [True] * 6
-    cache.publish(slot, chain, 1024)
-    assert not any(map(cache.is_computing, chain.hashes))
-    missing = cache.first_missing(other, 1112)
-    assert missing == other.hashes[4] and not cache.is_computing(missing)  # its own part: nobody to wait for
-    assert cache.first_missing(other, 512 + 134) is None
-    cache.close(slot)
-
-
-def test_who_waits_for_an_aborted_prefill_is_let_go():
-    cache, tokens = make(), tokens_of(1024)
-    chain, slots = chain_of(tokens), [cache.open(), cache.open()]
-    for slot in slots:
-        cache.reserve(slot, 1024)
-        cache.announce(slot, chain, 1024)
-        cache.announce(slot, chain, 1024)  # once more: replaces, does not add up
-    cache.publish(slots[0], chain, 512)
-    cache.close(slots[0])
-    assert cache.is_computing(chain.hashes[0])  # the other one is still at it
-    cache.close(slots[1])
-    assert not any(map(cache.is_computing, chain.hashes))
-
-
-def test_a_sequence_announces_only_what_it_computes_itself():
-    cache, tokens = make(), tokens_of(1024)
-    chain = compute(cache, tokens)
-    slot = cache.open()
-    cache.adopt(slot, cache.find(chain, 700), tokens[:700])  # 4 blocks
-    cache.announce(slot, chain, 700)
-    assert [cache.is_computing(digest) for digest in chain.hashes] == [False] * 4 + [True] + [False] * 3
     cache.close(slot)
 
 
