@@ -22,12 +22,12 @@ import numpy as np
 from deepinfer.cache import CacheFullError
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.prefix import COLD, PrefixHit
-from deepinfer.config import BLOCK_SIZE, VERIFY_ROWS, EngineConfig
+from deepinfer.config import BLOCK_SIZE, EngineConfig
 from deepinfer.engine.draft import StepDraft
 from deepinfer.engine.plan import Admission, Fork, PromptScore, StepPlan
+from deepinfer.engine.prefix_planner import PrefixPlanner
 from deepinfer.engine.queue_policy import QueuePolicy, make_policy
 from deepinfer.engine.sequence import Sequence, Status
-from deepinfer.engine.shared_prefix import SharedPrefixes
 from deepinfer.engine.table import SequenceTable, boundaries
 
 MAX_PREEMPTIONS = 3
@@ -52,22 +52,17 @@ class Scheduler:
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
         self.waiting = policy or make_policy(config.queue_policy)
         self.running: list[Sequence] = []  # by order; each holds a slot
+        self.prefixes = PrefixPlanner(config, manager, self.table)
         self.by_slot: list[Sequence | None] = [None] * config.max_num_seqs
         self.failed: list[tuple[Sequence, Exception]] = []  # whose condition can never hold; taken by the core
         self._admitted = (0, 0)  # prompt tokens of sequences that started, and those of them that the cache had
         self._preempted: list[Sequence] = []  # taken by the core
         self.num_recomputed = self.num_offloaded = 0  # preemptions
         self._stop_ids = stop_ids
-        self._prefixes = SharedPrefixes()
         self._decoding = np.empty(0, np.int64)  # slots of running sequences in DECODE, by order
         self._decoding_changed = False
         self._steps_without_prefill = 0
         self._num_steps = 0
-        self._save_from: dict[Sequence, None] = {}  # sequences with boundaries whose windows are to be saved, in order
-        window = manager.window
-        # In exact mode a truncated prefill must keep the same rows hot and cold, so a hit ends before them.
-        exact_cut = config.truncation and config.prefix_caching == "exact"
-        self._cap_shift = max(0, config.keep_tokens - window - VERIFY_ROWS) if exact_cut else 0
 
     @property
     def num_preemptions(self) -> int:
@@ -77,7 +72,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, of at most max_num_batched_tokens tokens; None if nobody can compute anything now."""
-        self._save_windows()
+        self.prefixes.save_windows()
         draft = StepDraft(self.table, self.config.max_num_batched_tokens)
         self._decode(draft)
         if self._prefill_is_due(draft):
@@ -127,13 +122,13 @@ class Scheduler:
         looked_ahead = 0
         for sequence in self.waiting.candidates(now):
             full = draft.budget <= 0 or not self.manager.num_free_slots
-            if full and (looked_ahead == LOOK_AHEAD or self._prefixes.is_empty()):
+            if full and (looked_ahead == LOOK_AHEAD or self.prefixes.shared.is_empty()):
                 break
             looked_ahead += full
             if self._is_blocked(sequence):
                 continue
-            hit = self._lookup(sequence)
-            if self._waits_for_prefix(sequence, hit):
+            hit = self.prefixes.lookup(sequence)
+            if self.prefixes.must_wait(sequence, hit):
                 continue
             if full:
                 continue
@@ -142,7 +137,7 @@ class Scheduler:
                 break
             self._start(sequence, hit, draft)
             started.append(sequence)
-            self._expect_followers(sequence, now)
+            self.prefixes.start(sequence, hit, islice(self.waiting.candidates(now), LOOK_AHEAD))
             self._prefill(sequence, draft)
         for sequence in started:
             self.waiting.remove(sequence)
@@ -180,55 +175,7 @@ class Scheduler:
                     self.failed.append((sequence, error))
                 return True
             del sequence.conditions[0]
-        if sequence.awaited is not None:
-            owner, position = sequence.awaited
-            if owner.slot is not None and self.table.done[owner.slot] < position:
-                return True
-            sequence.awaited = None
-        return False
-
-    def _lookup(self, sequence: Sequence) -> PrefixHit:
-        if sequence.scores_prompt or sequence.ticket is not None:
-            return COLD
-        return self.manager.find(sequence.chain, sequence.num_known - self._cap_shift)
-
-    def _waits_for_prefix(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """True if a running prefill will soon put more of this prompt into the cache than is there now.
-
-        If it has not passed the end of the common part yet, it is asked to stop there once and leave its window.
-        """
-        if self.config.prefix_caching == "off" or sequence.scores_prompt or sequence.ticket is not None:
-            return False
-        owner = self._prefixes.owner(sequence, hit.length // BLOCK_SIZE)
-        if owner is None or owner.slot is None:
-            return False
-        end = min(self._prefixes.common_tokens(sequence, owner), self._longest_hit(sequence))
-        if end <= hit.length or self.table.done[owner.slot] >= end:
-            return False
-        if self.config.window_entries and self.table.computed[owner.slot] < end:
-            self._save_window_at(owner, end)
-        elif end not in owner.boundaries and end - self.manager.replay_tokens <= hit.replay_start:
-            return False  # its window is lost, and computing it again costs as much as the common part
-        sequence.awaited = (owner, end)
-        sequence.waits_for = "prefix"
-        return True
-
-    def _expect_followers(self, sequence: Sequence, now: float) -> None:
-        """Stops of a prefill that starts, at the ends of what it has in common with those that wait behind it: without
-        this a short prompt would be computed, windows gone, before they are looked at."""
-        if self.config.prefix_caching == "off" or not self.config.window_entries or sequence.scores_prompt:
-            return
-        for other in islice(self.waiting.candidates(now), LOOK_AHEAD):
-            if other is sequence or other.scores_prompt or other.ticket is not None:
-                continue
-            end = min(self._prefixes.common_tokens(sequence, other), self._longest_hit(other))
-            if end > sequence.hit.length:
-                self._save_window_at(sequence, end)
-
-    def _longest_hit(self, sequence: Sequence) -> int:
-        """Tokens that a hit may have: whole blocks, below the window and a verify step."""
-        cap = sequence.num_known - self._cap_shift - self.manager.window - VERIFY_ROWS
-        return max(0, cap) // BLOCK_SIZE * BLOCK_SIZE
+        return self.prefixes.is_awaiting(sequence)
 
     def _fits(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """1 % of the blocks stay free for those that run: filling up to the brim only buys preemptions."""
@@ -264,7 +211,7 @@ class Scheduler:
             sequence.ticket = None
             table.start_at(slot, sequence.offloaded, 0)
         else:
-            if not sequence.scores_prompt:
+            if self.prefixes.enabled and not sequence.scores_prompt:
                 self.manager.adopt(slot, hit, sequence.token_ids)
                 table.start_at(slot, hit.replay_start, hit.length)
             self.manager.reserve(slot, self._tokens_to_reserve(sequence))
@@ -276,10 +223,6 @@ class Scheduler:
             Admission(slot, sequence.token_ids, len(request.prompt_token_ids), request.params, sequence.seed)
         )
         self._run(sequence, slot, Status.PREFILL)
-        if self.config.prefix_caching != "off" and not sequence.scores_prompt:
-            self._prefixes.announce(sequence, hit.length // BLOCK_SIZE)
-        if hit.replay_start < hit.length and self.config.window_entries:
-            self._save_window_at(sequence, hit.length)  # the next one that hits here need not replay
 
     def _prefill(self, sequence: Sequence, draft: StepDraft) -> None:
         """The next chunk of its known tokens; the last one also draws the next token."""
@@ -368,33 +311,6 @@ class Scheduler:
             self._decoding_changed = False
         return self._decoding
 
-    # -- windows for later hits -----------------------------------------------------------------------------------
-
-    def _save_window_at(self, sequence: Sequence, boundary: int) -> None:
-        sequence.boundaries.add(boundary)
-        self._save_from[sequence] = None
-
-    def _save_windows(self) -> None:
-        """Windows at the boundaries where prefills were asked to stop: after the step that ends there, before the one
-        that goes on, whose copy would take their place."""
-        for sequence in list(self._save_from):
-            boundary = 0 if sequence.slot is None else int(self.table.crossing[sequence.slot])
-            if sequence.slot is not None and boundary in sequence.boundaries:
-                self.manager.save_window(sequence.slot, sequence.chain, boundary)
-                sequence.boundaries.discard(boundary)
-            if not sequence.boundaries:
-                del self._save_from[sequence]
-
-    def _save_last_window(self, sequence: Sequence) -> None:
-        """Of a sequence that leaves: its last settled boundary, unless a step in flight copies another one over it
-        (the replica has two places, for even and odd multiples of 128), or it lies in a replay, whose windows are
-        whole only at its end."""
-        slot = sequence.slot
-        assert slot is not None
-        boundary = int(self.table.replica[slot])
-        if boundary >= max(sequence.hit.length, 1) and int(self.table.crossing[slot]) - boundary in (0, BLOCK_SIZE):
-            self.manager.save_window(slot, sequence.chain, boundary)
-
     # -- leaving --------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence) -> None:
@@ -407,16 +323,6 @@ class Scheduler:
         elif sequence.slot is not None:
             self._release(sequence)
         sequence.status = Status.FINISHED
-
-    def publish(self, slot: int) -> None:
-        """Full blocks with settled state enter the prefix cache."""
-        sequence, table = self.by_slot[slot], self.table
-        assert sequence is not None
-        sequence.chain.extend(table.tokens[slot, : table.known[slot]])
-        self.manager.publish(slot, sequence.chain, int(table.done[slot]))
-        table.published[slot] = table.done[slot] // BLOCK_SIZE
-        if table.published[slot] >= table.prefill_end[slot] // BLOCK_SIZE:
-            self._prefixes.withdraw(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
         """Makes room for its next token, at the expense of the youngest, which may be the sequence itself."""
@@ -452,12 +358,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         slot = sequence.slot
         assert slot is not None
-        if self.config.prefix_caching != "off":
-            self.publish(slot)
-            self._save_last_window(sequence)
-        self._prefixes.withdraw(sequence)
-        self._save_from.pop(sequence, None)
-        sequence.boundaries.clear()
+        self.prefixes.leave(sequence)
         self.running.remove(sequence)
         self.manager.close(slot)
         self.table.vacate(slot)

@@ -48,8 +48,8 @@ def settle(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> StepOutp
         sequence = scheduler.by_slot[slot]
         assert sequence is not None
         scheduler.finish(sequence)
-    if scheduler.config.prefix_caching != "off":
-        for slot in table.unpublished(plan.slots).tolist():
-            if scheduler.by_slot[slot] is not None:
-                scheduler.publish(slot)
+    for slot in table.unpublished(plan.slots).tolist():
+        sequence = scheduler.by_slot[slot]
+        if sequence is not None:
+            scheduler.prefixes.publish(sequence)
     return output

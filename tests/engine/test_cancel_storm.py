@@ -47,7 +47,7 @@ def test_ten_thousand_aborts_leave_no_block_in_use(overlap: bool) -> None:
         engine.abort(name)
     engine.step()
     assert not engine.has_unfinished and not engine.scheduler.running and not len(engine.scheduler.waiting)
-    assert engine.scheduler._prefixes.is_empty()
+    assert engine.scheduler.prefixes.shared.is_empty()
     assert_all_free(engine.cache)
     assert engine.cache.num_used_blocks == 0 and engine.cache.num_offloaded == 0
     engine.core.shutdown()
