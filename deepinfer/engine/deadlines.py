@@ -45,8 +45,8 @@ class Deadlines:
         for sequence in waiting.candidates(now):
             ahead += sequence.num_known
             limit = sequence.params.ttft_deadline
-            if limit is None or sequence.num_known > len(sequence.request.prompt_token_ids):
-                continue  # no wish, or its first token has come
+            if limit is None or sequence.preemptions or sequence.index:
+                continue  # no wish, or its computation has begun
             seen += 1
             if now + ahead / self._tokens_per_second > arrivals[sequence.request.number] + limit:
                 doomed.append(sequence)

@@ -54,7 +54,6 @@ class Sequence:
     refused_with: int = -1  # free blocks when its admission failed last: not tried again before there are more
     awaited: tuple[Sequence, int] | None = None  # a prefill that computes its prefix, and up to which position
     waits_for: str = "room"  # for the statistics, while it waits
-    first_scheduled: float | None = None
 
     @property
     def params(self) -> SamplingParams:

@@ -4,6 +4,7 @@ and the cache accounts for every block after every operation."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from conftest import assert_all_free
@@ -30,7 +31,7 @@ def model(tiny_checkpoint: Path):
 class CoreMachine(RuleBasedStateMachine):
     """Few blocks, few windows, prompts that share beginnings: hits, replays, evictions and preemptions all happen."""
 
-    options: dict = {}
+    options: ClassVar[dict] = {}
 
     def __init__(self):
         super().__init__()
@@ -122,12 +123,23 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
-def test_tokens_are_those_of_a_lone_cold_run_whatever_happens(options) -> None:
+def check(options: dict, examples: int) -> None:
     machine = type("Machine", (CoreMachine,), {"options": options})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_tokens_are_those_of_a_lone_cold_run_whatever_happens(options) -> None:
+    check(options, examples=6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_the_same_at_length(options) -> None:
+    check(options, examples=15)
