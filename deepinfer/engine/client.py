@@ -13,35 +13,25 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-import zmq
-import zmq.asyncio
 
 from deepinfer.cache.events import CacheEvent
 from deepinfer.engine import wire
 from deepinfer.engine.admission import check_label, check_token_ids
 from deepinfer.engine.answer import TextStream
+from deepinfer.engine.client_connection import Connection, EngineDeadError, EngineDrainingError
 from deepinfer.engine.core_process import MakeCore
 from deepinfer.engine.engine_process import EngineProcess
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
 from deepinfer.engine.frontend import OutputProcessor
 from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
-from deepinfer.engine.pulse import Pulse
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.stop import FinishReason
 from deepinfer.metrics import EngineMetrics, EngineStats, RequestStats
 
+__all__ = ["AsyncEngineClient", "EngineDeadError", "EngineDrainingError"]
+
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, float | None], None]
-
-
-class EngineDeadError(RuntimeError):
-    """The engine process is gone, or cannot be reached any more; what it was doing is lost."""
-
-
-class EngineDrainingError(RuntimeError):
-    """The engine finishes what it has and takes nothing new; another one would."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,14 +57,15 @@ class AsyncEngineClient:
         self,
         endpoint: str,
         *,
+        process: EngineProcess | None = None,
         detokenizer: Callable[[bool], TextStream] | None = None,
-        on_progress: Progress | None = None,
+        on_progress: Callable[[str, float | None], None] | None = None,
         model: str = "",
         name: str = "",
     ) -> None:
         self.endpoint = endpoint
+        self.process = process  # if it is this client's own
         self.metrics = EngineMetrics(model)
-        self.process: EngineProcess | None = None  # if it is this client's own
         self._name = name or f"pid {os.getpid()}"
         self._processor = OutputProcessor(detokenizer)
         self._on_progress = on_progress
@@ -83,23 +74,9 @@ class AsyncEngineClient:
         self._named: dict[str, _Stream] = {}  # by request_id
         self._replies: dict[int, asyncio.Future[EngineStats]] = {}
         self._listeners: set[asyncio.Queue[list[CacheEvent] | Exception]] = set()
-        self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # no engine any more
-        self._death: Exception | None = None
         self._draining = False
-        self._silent = 0.0
-        self._heard = False
-        self._beat: wire.Heartbeat | None = None
-        self._identity = os.urandom(8)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.ROUTING_ID, self._identity)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.connect(endpoint)
-        self._pulse = Pulse(endpoint, self._identity)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._beat = wire.Heartbeat(state="loading")
+        self._connection = Connection(endpoint, self._take, self._notice_death, process)
 
     # -- begin and end ------------------------------------------------------------------------------------------------
 
@@ -115,19 +92,18 @@ class AsyncEngineClient:
     ) -> AsyncEngineClient:
         """Starts an engine process and waits until it takes requests.
 
-        make_core: makes the core there; importable by name, because the process starts afresh. endpoint: where it
-        listens, None = a socket in a private directory. drain_timeout: see `run_core`. timeout: seconds for loading,
-        None = as long as the process lives. options: those of the class. EngineDeadError if it does not come up.
+        make_core: makes the core there (engine/model_core.py); importable by name, because the process starts afresh.
+        endpoint: where it listens, None = a socket in a private directory. drain_timeout: see `run_core`. timeout:
+        seconds for loading, None = as long as the process lives. options: those of the class. EngineDeadError if it
+        does not come up.
         """
         process = await asyncio.to_thread(EngineProcess, make_core, endpoint, drain_timeout)
         try:
-            client = cls(process.endpoint, **options)
+            client = cls(process.endpoint, process=process, **options)
         except BaseException:
-            process.stop()
+            await asyncio.to_thread(process.stop)
             raise
-        client.process = process
-        asyncio.get_running_loop().add_reader(process.sentinel, client._notice_exit)
-        await client._await_ready(timeout)
+        await client._open(None, timeout)
         return client
 
     @classmethod
@@ -135,24 +111,17 @@ class AsyncEngineClient:
         """Attaches to an engine process. EngineDeadError if it does not answer within `timeout` seconds; one that loads
         its model answers, and is waited for. ProtocolMismatchError if it is another release's."""
         client = cls(endpoint, **options)
-        await client._await_ready(None, answer_within=timeout)
+        await client._open(timeout, None)
         return client
 
-    async def _await_ready(self, timeout: float | None, answer_within: float | None = None) -> None:
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        self._send(wire.Hello(client=self._name))
+    async def _open(self, answer_within: float | None, ready_within: float | None) -> None:
         try:
-            if answer_within is not None:
-                await asyncio.wait({self._ready}, timeout=answer_within)
-                if not self._ready.done() and not self._heard:
-                    raise EngineDeadError(f"no engine answers at {self.endpoint} within {answer_within:g} s")
-            ready = await asyncio.wait_for(asyncio.shield(self._ready), timeout)
-        except TimeoutError:
-            await self.close()
-            raise EngineDeadError(f"the engine was not ready within {timeout:g} s") from None
+            ready = await self._connection.open(self._name, answer_within, ready_within)
         except BaseException:
             await self.close()
             raise
+        if self._beat.state == "loading":
+            self._beat = wire.Heartbeat(state="ready")
         self.metrics.set_info("build", {"version": ready.build})
         self.metrics.set_info("cache_config", ready.settings)
 
@@ -164,16 +133,8 @@ class AsyncEngineClient:
 
     async def close(self) -> None:
         """Ends every request of this client. A process that `start` made ends too."""
-        self._pulse.stop()
-        if self._death is None:
-            self._send(wire.Bye())
-        self._die(EngineDeadError("this client was closed"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._context.destroy(linger=200)
+        await self._connection.close()
         if self.process is not None:
-            asyncio.get_running_loop().remove_reader(self.process.sentinel)
             await asyncio.to_thread(self.process.stop)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -191,6 +152,7 @@ class AsyncEngineClient:
     ) -> AsyncIterator[SequenceDelta]:
         """Completes one prompt and yields what each step adds. Leaving the loop, or cancelling the task, aborts it.
 
+        tenant: whose share it counts against; salt: it shares cached prefixes only with requests of the same salt.
         on_output: given the whole answer at its end. InvalidRequestError names the field that is wrong;
         EngineDrainingError and EngineDeadError mean that another engine may do better; EngineStepError: a step failed
         and took this request with it.
@@ -204,14 +166,14 @@ class AsyncEngineClient:
                     raise item
                 yield item
             output = self._processor.pop_output(name)
-            self._measure(stream, output)
+            self.metrics.observe_request(_request_stats(stream, output))
             if on_output is not None:
                 on_output(output)
         finally:
             del self._streams[number], self._named[name]
             if self._processor.is_unfinished(name):
                 self._processor.end(name, FinishReason.ABORT)
-                self._send(wire.Abort(number=number))
+                self._connection.send(wire.Abort(number=number))
             self._processor.forget(name)
 
     async def complete(
@@ -219,7 +181,8 @@ class AsyncEngineClient:
     ) -> RequestOutput:
         """The whole answer. options: those of `generate`."""
         outputs: list[RequestOutput] = []
-        async with aclosing(self.generate(prompt_token_ids, params, on_output=outputs.append, **options)) as deltas:  # type: ignore[type-var]
+        deltas = self.generate(prompt_token_ids, params, on_output=outputs.append, **options)
+        async with aclosing(deltas):  # type: ignore[type-var]
             async for _ in deltas:
                 pass
         return outputs[0]
@@ -229,7 +192,7 @@ class AsyncEngineClient:
         number = self._processor.number_of(request_id)
         if number is None:
             return False
-        self._send(wire.Abort(number=number))
+        self._connection.send(wire.Abort(number=number))
         self._hand_out(self._processor.end(request_id, FinishReason.ABORT))
         return True
 
@@ -242,12 +205,11 @@ class AsyncEngineClient:
         tenant: str,
         salt: str,
     ) -> _Stream:
-        if self._death is not None:
-            raise self._death
+        self._raise_if_dead()
         if self._draining:
             raise EngineDrainingError("the engine is draining and takes no new requests; send it to another one")
         number = next(self._numbers)
-        name = f"{self._identity.hex()}-{number}" if request_id is None else request_id
+        name = f"{self._connection.identity.hex()}-{number}" if request_id is None else request_id
         for label, value in (("request_id", name), ("tenant", tenant), ("salt", salt)):
             check_label(label, value)
         if self._processor.is_known(name):
@@ -263,48 +225,48 @@ class AsyncEngineClient:
             tenant=tenant,
             salt=salt,
         )
+        frames = wire.encode_add(number, request)
         stream = _Stream(request, time.monotonic())
         self._processor.add(request, prompt)
         self._streams[number] = self._named[name] = stream
-        self._transmit(wire.encode_add(number, request))
+        self._connection.transmit(frames)
         return stream
 
     # -- the engine as a whole ----------------------------------------------------------------------------------------
 
     @property
     def is_alive(self) -> bool:
-        return self._death is None
-
-    @property
-    def last_step_age(self) -> float:
-        """Seconds since the engine's last step ended, while it has work: large when a step hangs."""
-        return 0.0 if self._beat is None else self._beat.last_step_age
+        return self._connection.death is None
 
     @property
     def state(self) -> str:
         """ "loading", "ready", "draining" or "dead"."""
-        if self._death is not None:
-            return "dead"
-        return "loading" if self._beat is None else self._beat.state
+        return self._beat.state if self.is_alive else "dead"
+
+    @property
+    def last_step_age(self) -> float:
+        """Seconds since the engine's last step ended, while it has work: large when a step hangs."""
+        return self._beat.last_step_age
+
+    def _raise_if_dead(self) -> None:
+        if self._connection.death is not None:
+            raise self._connection.death
 
     async def drain(self, timeout: float | None = None) -> None:
         """Has the engine finish what it has, of every client, and end; returns when it has. timeout: seconds after
         which the rest is aborted. EngineDeadError if it dies on the way."""
         self._draining = True
-        if self._death is None:
-            self._send(wire.Drain(timeout=timeout))
-        await asyncio.wait({self._over})
-        if not isinstance(self._death, EngineDrainingError):
-            assert self._death is not None
-            raise self._death
+        self._connection.send(wire.Drain(timeout=timeout))
+        await self._connection.ended.wait()
+        if not isinstance(self._connection.death, EngineDrainingError):
+            self._raise_if_dead()
 
     async def stats(self) -> EngineStats:
         """What the engine has counted since it started. EngineDeadError."""
-        if self._death is not None:
-            raise self._death
+        self._raise_if_dead()
         tag = next(self._numbers)
         reply = self._replies[tag] = asyncio.get_running_loop().create_future()
-        self._send(wire.StatsRequest(tag=tag))
+        self._connection.send(wire.StatsRequest(tag=tag))
         try:
             return await reply
         finally:
@@ -317,11 +279,10 @@ class AsyncEngineClient:
 
     async def events(self) -> AsyncIterator[list[CacheEvent]]:
         """What the engine's prefix cache stores and loses from now on. EngineDeadError at its end."""
-        if self._death is not None:
-            raise self._death
+        self._raise_if_dead()
         arrived: asyncio.Queue[list[CacheEvent] | Exception] = asyncio.Queue()
         self._listeners.add(arrived)
-        self._send(wire.Subscribe())
+        self._connection.send(wire.Subscribe())
         try:
             while True:
                 item = await arrived.get()
@@ -333,49 +294,19 @@ class AsyncEngineClient:
 
     # -- what comes ---------------------------------------------------------------------------------------------------
 
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            self._silent = 0.0
-            if not self._heard:  # it knows this client now; a pulse that overtook the Hello would be a stranger's
-                self._heard = True
-                self._pulse.start()
-            try:
-                self._take(wire.decode_to_client(frames))
-            except wire.ProtocolMismatchError as error:
-                self._die(error)
-            except Exception as error:  # without what it said nothing that runs there can be trusted to be whole
-                logger.exception("a message of the engine cannot be used")
-                self._die(EngineDeadError(f"a message of the engine cannot be used: {error}"))
-
     def _take(self, message: wire.ToClient) -> None:
         match message:
-            case wire.Heartbeat():
-                before, self._beat = self._beat, message
-                if message.state == "loading" and self._on_progress is not None:
-                    news = (message.stage, message.fraction)
-                    if before is None or news != (before.stage, before.fraction):
-                        self._on_progress(*news)
-            case wire.Ready():
-                if not self._ready.done():
-                    self._ready.set_result(message)
-                    self._beat = self._beat or wire.Heartbeat(state="ready")
             case wire.Outputs(output=output):
                 deltas, aborts = self._processor.process(output)
                 for number, index in aborts:
-                    self._send(wire.Abort(number=number, index=index))
+                    self._connection.send(wire.Abort(number=number, index=index))
                 self._hand_out(deltas)
-            case wire.Refused(number=None):
-                if message.field == "protocol":
-                    self._die(wire.ProtocolMismatchError(message.message))
-                elif message.field == "hello":
-                    self._die(EngineDeadError(f"the engine has given this client up: {message.message}"))
-                else:
-                    logger.error("the engine refused a message: %s", message.message)
             case wire.Refused(number=int(number), draining=True):
                 self._fail(number, EngineDrainingError(message.message))
             case wire.Refused(number=int(number)):
                 self._fail(number, InvalidRequestError(message.field, message.message))
+            case wire.Refused():
+                logger.error("the engine refused a message: %s", message.message)
             case wire.Failed(numbers=numbers):
                 for number in numbers:
                     self._fail(number, EngineStepError(message.message))
@@ -385,10 +316,15 @@ class AsyncEngineClient:
             case wire.Events():
                 for listener in self._listeners:
                     listener.put_nowait(message.events)
-            case wire.Drained():
-                self._die(EngineDrainingError("the engine has finished what it had and ended"))
-            case wire.Fatal():
-                self._die(EngineDeadError(f"the engine ended with an error: {message.message}"))
+            case wire.Heartbeat():
+                self._note_beat(message)
+
+    def _note_beat(self, beat: wire.Heartbeat) -> None:
+        before, self._beat = self._beat, beat
+        if beat.state == "loading" and self._on_progress is not None:
+            news = (beat.stage, beat.fraction)
+            if news != (before.stage, before.fraction):
+                self._on_progress(*news)
 
     def _hand_out(self, deltas: list[SequenceDelta]) -> None:
         now = time.monotonic()
@@ -409,57 +345,10 @@ class AsyncEngineClient:
             self._processor.end(stream.request.request_id, FinishReason.ERROR)
             stream.arrived.put_nowait(error)
 
-    def _measure(self, stream: _Stream, output: RequestOutput) -> None:
-        self.metrics.observe_request(
-            RequestStats(
-                prompt_tokens=output.prompt_len,
-                max_tokens=stream.request.max_tokens,
-                completion_tokens=[len(completion.token_id) for completion in output.outputs],
-                finish_reasons=[str(completion.finish_reason) for completion in output.outputs],
-                queue=output.metrics.queue,
-                ttft=output.metrics.ttft,
-                time_per_token=output.metrics.tbt,
-                e2e=time.monotonic() - stream.arrival,
-            )
-        )
-
-    # -- death --------------------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        """Counts the time in which the engine says nothing. Time in which this loop itself did not run is not its
-        fault, and what it said meanwhile lies in the socket."""
-        last = time.monotonic()
-        while self._death is None:
-            await asyncio.sleep(wire.BEAT_SECONDS)
-            now = time.monotonic()
-            self._silent += min(now - last, 2 * wire.BEAT_SECONDS)
-            last = now
-            if self._heard and self._silent > wire.SILENCE_SECONDS:
-                self._die(EngineDeadError(f"the engine has said nothing for {self._silent:.1f} s"))
-
-    def _notice_exit(self) -> None:
-        """The process has ended; its last words may still be on their way."""
-        assert self.process is not None
-        asyncio.get_running_loop().remove_reader(self.process.sentinel)
-        asyncio.get_running_loop().call_later(0.2, self._bury)
-
-    def _bury(self) -> None:
-        assert self.process is not None
-        self._die(EngineDeadError(f"the engine process has ended with exit code {self.process.exitcode}"))
-
-    def _die(self, error: Exception) -> None:
-        """Nothing will come any more; whoever waits is told. The first reason counts."""
-        if self._death is not None:
-            return
-        self._death = error
-        self._pulse.stop()
-        if not self._over.done():
-            self._over.set_result(None)
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # looked at, even if nobody awaits it
-        for number in list(self._streams):
-            if self._processor.is_unfinished(self._streams[number].request.request_id):
+    def _notice_death(self, error: Exception) -> None:
+        """Whoever waits is told."""
+        for number, stream in list(self._streams.items()):
+            if self._processor.is_unfinished(stream.request.request_id):
                 self._fail(number, error)
         for reply in self._replies.values():
             if not reply.done():
@@ -467,15 +356,18 @@ class AsyncEngineClient:
         for listener in self._listeners:
             listener.put_nowait(error)
 
-    # -- sending ------------------------------------------------------------------------------------------------------
 
-    def _send(self, message: wire.ToEngine) -> None:
-        self._transmit(wire.encode(message))
-
-    def _transmit(self, frames: tuple[bytes, bytes]) -> None:
-        """Never waits: the socket's queue has no bound but what callers submit."""
-        if self._death is None:
-            self._socket.send_multipart(frames)
+def _request_stats(stream: _Stream, output: RequestOutput) -> RequestStats:
+    return RequestStats(
+        prompt_tokens=output.prompt_len,
+        max_tokens=stream.request.params.max_tokens,
+        completion_tokens=[len(completion.token_id) for completion in output.outputs],
+        finish_reasons=[str(completion.finish_reason) for completion in output.outputs],
+        queue=output.metrics.queue,
+        ttft=output.metrics.ttft,
+        time_per_token=output.metrics.tbt,
+        e2e=time.monotonic() - stream.arrival,
+    )
 
 
 def _as_ids(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from importlib.metadata import version
 from queue import Empty, SimpleQueue
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0  # without work for this long, the cache's books are checked
-INPUT_SECONDS = 0.005  # longest time between two steps for taking requests in; the rest waits for the next gap
+INPUT_SECONDS = 0.005  # longest time between two steps for letting new requests in; the rest waits for the next gap
 EXIT_SECONDS = 5.0  # longest way out of the interpreter
 STEP_FAILURES = 3  # in a row: it is not the requests
 
@@ -98,6 +98,7 @@ class CoreProcess:
         self._drain_timeout = drain_timeout
         self._clock = clock
         self._routes = Routes()
+        self._new: OrderedDict[tuple[bytes, int], wire.Add] = OrderedDict()  # requests not let in yet
         self._subscribers: set[bytes] = set()
         self._rejections: dict[str, int] = {}
         self._draining = False
@@ -119,7 +120,7 @@ class CoreProcess:
                 self._exit_code = 0
             elif self.core.has_unfinished:
                 self._step()
-            elif self._draining:
+            elif self._draining and not self._new:
                 self._exit_code = 0
         self._end_everything()
         for client in self._routes.clients:
@@ -129,21 +130,27 @@ class CoreProcess:
     # -- input --------------------------------------------------------------------------------------------------------
 
     def _take_input(self) -> None:
-        """Everything that has come, without waiting while there is work."""
-        until = self._clock() + INPUT_SECONDS
+        """Everything that has come, without waiting while there is work. New requests cost the most (checks, hashes of
+        long prompts), so only as many are let in as fit between two steps; aborts never queue behind them."""
         try:
-            if not self.core.has_unfinished and not self._draining:
+            if not self.core.has_unfinished and not self._new and not self._draining:
                 self._health.rest()
                 self._take(self._inbox.get(timeout=IDLE_SECONDS))
-            elif self._fruitless > 1:
+            elif self._fruitless > 1 and not self._new:
                 # all wait for something that is prepared elsewhere: no need to ask a million times a second
                 self._take(self._inbox.get(timeout=0.001))
-            while self._clock() < until:
+            for _ in range(self._inbox.qsize()):  # not what comes meanwhile: steps must go on
                 self._take(self._inbox.get_nowait())
         except Empty:
-            if not self.core.has_unfinished and not self._checked:
-                self.core.manager.check_integrity()
-                self._checked = True
+            pass
+        if self._new:
+            until = self._clock() + INPUT_SECONDS
+            while self._new and self._clock() < until:
+                (client, _), message = self._new.popitem(last=False)
+                self._add(client, message)
+        elif not self.core.has_unfinished and not self._checked:
+            self.core.manager.check_integrity()
+            self._checked = True
 
     def _take(self, item: object) -> None:
         match item:
@@ -166,7 +173,8 @@ class CoreProcess:
         elif not self._routes.knows(client):
             return  # taken for dead meanwhile
         elif isinstance(message, wire.Add):
-            self._add(client, message)
+            if self._new.setdefault((client, message.number), message) is not message:
+                self._refuse(client, message.number, "number", f"{message.number} is in use")
         elif isinstance(message, wire.Abort):
             self._abort(client, message)
         elif isinstance(message, wire.Drain):
@@ -231,6 +239,11 @@ class CoreProcess:
         self._socket.send(client, wire.Refused(number=number, field=field, message=message, draining=draining))
 
     def _abort(self, client: bytes, message: wire.Abort) -> None:
+        waiting = self._new.pop((client, message.number), None)
+        if waiting is not None:
+            if message.index is None:
+                return
+            self._add(client, waiting)  # one completion of it goes, the others stay
         number = self._routes.find(client, message.number)
         if number is not None:  # else it has ended meanwhile
             self.core.abort(number, message.index)
@@ -238,6 +251,8 @@ class CoreProcess:
 
     def _forget_client(self, client: bytes, reason: str) -> None:
         left = self._routes.leave(client)
+        for key in [key for key in self._new if key[0] == client]:
+            del self._new[key]
         logger.info("client %s %s; %d requests of it aborted", client.hex(), reason, len(left))
         self._subscribers.discard(client)
         for number in left:
@@ -268,7 +283,7 @@ class CoreProcess:
         if step is not self._last_step:  # under the overlapped loop not every turn settles a step
             self._last_step = step
             if (line := self._log.observe(step)) is not None:
-                logger.info(line)
+                print(line, file=sys.stderr, flush=True)
 
     def _deliver(self, output: StepOutput) -> None:
         """One message to each client that the step brought something."""

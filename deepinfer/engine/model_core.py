@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCore:
-    """The core of a checkpoint directory. Fields as the arguments of `LLM` and as resolved by engine/settings.py."""
+    """The core of a checkpoint directory. Fields as the arguments of `LLM` and as resolved by engine/settings.py.
+    verbose: print the settings in force to stderr."""
 
     path: Path
     settings: Settings
@@ -23,6 +25,7 @@ class ModelCore:
     gpu_memory_utilization: float = 0.85
     num_blocks: int | None = None
     seed: int | None = 0
+    verbose: bool = False
 
     def __call__(self, startup: Startup) -> EngineCore:
         """Loads the model and builds the core on it. ValueError naming what does not fit."""
@@ -41,5 +44,7 @@ class ModelCore:
             seed=self.seed,
         )
         core = build_core(self.path, model, config)
+        if self.verbose:
+            print(self.settings.describe(self.path, model.config, config), file=sys.stderr, flush=True)
         startup.log_every = self.settings.logging_interval
         return core

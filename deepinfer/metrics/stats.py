@@ -94,6 +94,8 @@ LEVELS = (
 )  # fmt: skip
 FLOWS = tuple(name for name in StepStats.__dataclass_fields__ if name not in LEVELS)
 _flow_values = attrgetter(*FLOWS)  # one call into C instead of one per field
+_level_values = attrgetter(*LEVELS)
+_phase_values = attrgetter(*(f"{phase}_seconds" for phase in PHASES))
 
 
 def _by_kind() -> dict[str, Histogram]:
@@ -125,16 +127,16 @@ class EngineStats:
         for name, value in zip(FLOWS, _flow_values(step), strict=True):
             if value:
                 setattr(totals, name, getattr(totals, name) + value)
-        for name in LEVELS:
-            setattr(totals, name, getattr(step, name))
+        for name, value in zip(LEVELS, _level_values(step), strict=True):
+            setattr(totals, name, value)
         totals.waiting_by_reason = dict(step.waiting_by_reason)
-        if step.kind == "empty":
+        kind = step.kind
+        if kind == "empty":
             return
         self.steps += 1
         self.step_tokens.observe(step.num_tokens)
-        self.step_seconds[step.kind].observe(step.seconds)
-        for phase, histogram in self.phase_seconds.items():
-            seconds = getattr(step, f"{phase}_seconds")
+        self.step_seconds[kind].observe(step.seconds)
+        for histogram, seconds in zip(self.phase_seconds.values(), _phase_values(step), strict=True):
             if seconds:  # a phase that nobody timed is not one that took no time
                 histogram.observe(seconds)
 
@@ -153,7 +155,8 @@ class RequestStats:
     """One request that has ended; times in seconds, None where the event never came."""
 
     prompt_tokens: int
-    max_tokens: int
+    max_tokens: int | None
+    """As asked for; None = to the end of the context."""
     completion_tokens: list[int]
     """Per completion."""
     finish_reasons: list[str]

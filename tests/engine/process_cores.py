@@ -75,14 +75,23 @@ def failing_core(startup: Startup) -> EngineCore:
     raise ValueError("config.json: num_hidden_layers: must be at least 1")
 
 
+def loading_core(startup: Startup) -> EngineCore:
+    """Is never made."""
+    startup.progress("weights", 0.25)
+    time.sleep(60)
+    raise AssertionError("nobody stopped it")
+
+
 @contextmanager
-def running(make_core: Any, directory: Path, drain_timeout: float | None = None) -> Iterator[tuple[str, BaseProcess]]:
+def running(
+    make_core: Any, directory: Path, drain_timeout: float | None = None, endpoint: str | None = None
+) -> Iterator[tuple[str, BaseProcess]]:
     """An engine process -> (endpoint, process). It is gone afterwards.
 
     It comes from a server that has imported torch already: many tests need a process of their own. That one can be
     started afresh, as users do it, is for the tests of AsyncEngineClient.start.
     """
-    endpoint = f"ipc://{directory}/engine"
+    endpoint = f"ipc://{directory}/engine" if endpoint is None else endpoint
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["deepinfer.engine.build", "deepinfer.engine.core_process"])
     process = context.Process(target=process_main, args=(make_core, endpoint, drain_timeout), daemon=True)

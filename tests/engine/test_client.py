@@ -6,6 +6,9 @@ import asyncio
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Coroutine, Iterator
 from multiprocessing.process import BaseProcess
@@ -21,12 +24,19 @@ from deepinfer.cache.events import CacheEvent
 from deepinfer.codec.tokenizer import Tokenizer
 from deepinfer.engine.client import AsyncEngineClient, EngineDeadError, EngineDrainingError
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
+from deepinfer.engine.model_core import ModelCore
 from deepinfer.engine.outputs import SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.settings import resolve_settings
 from deepinfer.engine.wire import ProtocolMismatchError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+MANY = 60
+LONG = SamplingParams(temperature=0.0, max_tokens=MANY, ignore_eos=True)
+SETTINGS = resolve_settings(
+    device="cpu", dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, gpu_memory_utilization=0.85, ep=1,
+    dp=None, cp=1, nextn=None, enable_prefix_caching=True, batch_invariant=None, environ={},
+)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -165,7 +175,7 @@ def test_an_aborted_answer_ends_with_what_it_has(endpoint: str) -> None:
                 deltas.append(delta)
                 if len(deltas) == 3:
                     assert await client.abort("mine")
-            assert deltas[-1].finish_reason == "abort" and 3 <= len(together(deltas)) < 100
+            assert deltas[-1].finish_reason == "abort" and 3 <= len(together(deltas)) < MANY
             assert not await client.abort("mine")
             await until_empty(client)
             assert (await client.complete(prompt(2), GREEDY, request_id="mine")).outputs[0].token_id  # free again
@@ -191,7 +201,7 @@ def test_aborts_at_random_moments_leave_no_block_in_use(endpoint: str) -> None:
         ):
             steady = asyncio.create_task(first.complete(prompt(1), GREEDY))
             await asyncio.gather(*(one(chance.choice((first, second)), number) for number in range(250)))
-            await until_empty(second)
+            await until_empty(second, seconds=5)  # aborts do not queue behind new requests
             assert len((await steady).outputs[0].token_id) == 8
 
     run(storm())
@@ -236,7 +246,7 @@ def test_a_name_in_use_is_refused(endpoint: str) -> None:
             await until_running(client, 1)
             with pytest.raises(InvalidRequestError, match="request_id: 'mine' is already in use"):
                 await client.complete(prompt(2), GREEDY, request_id="mine")
-            assert len((await first).outputs[0].token_id) == 100
+            assert len((await first).outputs[0].token_id) == MANY
 
     run(ask())
 
@@ -264,7 +274,7 @@ def test_a_busy_event_loop_is_not_taken_for_a_dead_client_nor_for_a_dead_engine(
             job = asyncio.create_task(client.complete([cores.SLOW, *prompt(1)], LONG))
             await until_running(client, 1)
             time.sleep(2.5)  # tokenising something huge, say
-            assert len((await job).outputs[0].token_id) == 100
+            assert len((await job).outputs[0].token_id) == MANY
 
     run(ask())
 
@@ -289,14 +299,16 @@ def test_a_killed_engine_is_noticed_within_two_seconds_by_all_its_clients(
     async def watch() -> None:
         progress: list[str] = []
         owner = await AsyncEngineClient.start(
-            cores.faulty(tiny_checkpoint), on_progress=lambda stage, fraction: progress.append(stage)
+            ModelCore(path=tiny_checkpoint, settings=SETTINGS, max_model_len=512),
+            on_progress=lambda stage, fraction: progress.append(stage),
         )
-        assert "weights" in progress
+        assert {"weights", "cache"}.intersection(progress)
         assert owner.endpoint.startswith("ipc://") and owner.process is not None and owner.process.pid is not None
         directory = Path(owner.endpoint.removeprefix("ipc://")).parent
         assert directory.stat().st_mode & 0o077 == 0  # nobody else's
         guest = await AsyncEngineClient.connect(owner.endpoint)
-        jobs = [asyncio.create_task(c.complete([cores.SLOW, *prompt(1)], LONG)) for c in (owner, guest)]
+        longest = LONG.with_changes(max_tokens=480)
+        jobs = [asyncio.create_task(each.complete(prompt(1), longest)) for each in (owner, guest)]
         await until_running(guest, 2)
         asked = asyncio.create_task(guest.drain())
         os.kill(owner.process.pid, signal.SIGKILL)
@@ -322,6 +334,80 @@ def test_a_model_that_cannot_be_loaded_says_why() -> None:
         run(AsyncEngineClient.start(cores.failing_core))
 
 
+def test_loading_takes_its_time_and_can_be_stopped(tmp_path: Path) -> None:
+    async def wait(endpoint: str, process: BaseProcess) -> None:
+        progress: list[tuple[str, float | None]] = []
+        job = asyncio.create_task(
+            AsyncEngineClient.connect(endpoint, on_progress=lambda *news: progress.append(news), timeout=60)
+        )
+        while ("weights", 0.25) not in progress:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(2.5)  # longer than the silence of a dead engine
+        assert not job.done()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        with pytest.raises(EngineDeadError, match="stopped by SIGTERM while the model was loading"):
+            await job
+        process.join(10)
+        assert process.exitcode == 128 + signal.SIGTERM
+
+    with cores.running(cores.loading_core, tmp_path) as (endpoint, process):
+        run(wait(endpoint, process))
+
+
+def test_an_engine_can_be_reached_over_tcp(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def ask(endpoint: str) -> None:
+        async with await AsyncEngineClient.connect(endpoint, timeout=60) as client:
+            answer = await client.complete(prompt(1), GREEDY.with_changes(max_tokens=2))
+            assert len(answer.outputs[0].token_id) == 2
+
+    with cores.running(cores.tiny(tiny_checkpoint), tmp_path, endpoint=f"tcp://127.0.0.1:{port}") as (endpoint, _):
+        run(ask(endpoint))
+
+
+ORPHAN_MAKER = """
+import asyncio, sys, time
+import process_cores as cores
+from deepinfer.engine.client import AsyncEngineClient
+
+async def main():
+    client = await AsyncEngineClient.start(cores.tiny(sys.argv[1]))
+    print(client.process.pid, flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_an_engine_whose_owner_is_killed_does_not_stay_behind(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(ORPHAN_MAKER)
+    command = [sys.executable, str(script), str(tiny_checkpoint)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout is not None
+        engine = int(owner.stdout.readline())
+        os.kill(engine, 0)  # it runs
+        owner.kill()
+    until = time.monotonic() + 10
+    while is_running(engine):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone, and for one that nobody has waited for."""
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
 def test_drain_finishes_what_runs_and_then_the_engine_is_gone(tiny_checkpoint: Path, tmp_path: Path) -> None:
     async def drain(endpoint: str, process: BaseProcess) -> None:
         client = await AsyncEngineClient.connect(endpoint, timeout=60)
@@ -334,7 +420,7 @@ def test_drain_finishes_what_runs_and_then_the_engine_is_gone(tiny_checkpoint: P
         for each in (client, other):  # told here already, and told by the engine
             with pytest.raises(EngineDrainingError):
                 await each.complete(prompt(1), GREEDY)
-        assert len((await job).outputs[0].token_id) == 100
+        assert len((await job).outputs[0].token_id) == MANY
         await drained
         process.join(10)
         assert process.exitcode == 0

@@ -26,7 +26,7 @@ from deepinfer.engine.step_output import FINISH_CODES
 from deepinfer.metrics import EngineStats
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-MANY = 100
+MANY = 60
 LONG = SamplingParams(temperature=0.0, max_tokens=MANY, ignore_eos=True)
 
 

@@ -142,7 +142,7 @@ def test_counters_only_grow_over_random_steps() -> None:
     metrics = EngineMetrics("nano")
     counters = {name.removeprefix("dsv_") for name, kind in types(metrics).items() if kind == "counter"}
     before: dict[tuple[str, str], float] = {}
-    for _ in range(50):
+    for _ in range(12):
         step = StepStats()
         for name in StepStats.__dataclass_fields__:
             if name != "waiting_by_reason":
@@ -155,7 +155,7 @@ def test_counters_only_grow_over_random_steps() -> None:
             if key[0] in counters or key[0].endswith(("_count", "_sum", "_bucket")):
                 assert value >= before.get(key, 0), key
         before = values
-    assert before["admission_rejections_total", "draining"] + before["admission_rejections_total", "prompt"] == 50
+    assert before["admission_rejections_total", "draining"] + before["admission_rejections_total", "prompt"] == 12
 
 
 def test_labels_say_which_engine_it_is_and_two_engines_do_not_mix() -> None:
