@@ -14,8 +14,8 @@ asynchronous one, and nothing of IPC, detokenization or preparing inputs. Prompt
 as otherwise all requests would take a new block in the same step. The collector is as in the peer's engine core: left
 on, with everything that exists before the first request frozen.
 
-On shared cores an interpreter runs at half its speed from one second to the next, and two builds of one Python differ by
-a quarter. `python_loop_us` tells: 1,000 stores into a dict, timed after every step. Compare with figures of the same
+On shared cores an interpreter runs at half its speed from one second to the next, and two builds of one Python differ
+by a quarter. `python_loop_us` tells: 1,000 stores into a dict, timed after every step. Compare with figures of the same
 interpreter whose loop took as long, taken in turn with these.
 """
 
