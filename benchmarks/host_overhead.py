@@ -25,7 +25,7 @@ import torch
 
 from deepinfer.cache.edits import Edit
 from deepinfer.cache.manager import CacheManager
-from deepinfer.config import EngineConfig, blocks_for
+from deepinfer.config import BLOCK_SIZE, EngineConfig, blocks_for
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.plan import StepPlan, StepResult
@@ -108,7 +108,8 @@ def make_core(
     generator = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=room)
     for number in range(sequences):
-        prompt = generator.integers(4, VOCAB, context, dtype=np.int32)
+        # lengths spread over one block, or all sequences would need a new one in the same step
+        prompt = generator.integers(4, VOCAB, context - number % BLOCK_SIZE, dtype=np.int32)
         request = EngineRequest(
             number=number, request_id=str(number), prompt_token_ids=prompt, params=params, max_tokens=room
         )

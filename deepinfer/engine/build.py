@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from deepinfer.cache.events import CacheEvent
 from deepinfer.cache.formats import LAYOUT_VERSION, block_bytes, slot_bytes, window_entry_bytes
 from deepinfer.cache.hashing import namespace
 from deepinfer.cache.manager import CacheManager
@@ -82,9 +83,15 @@ def engine_config(
 
 
 def build_core(
-    path: str | Path, model: DeepseekV41, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+    path: str | Path,
+    model: DeepseekV41,
+    config: EngineConfig,
+    *,
+    on_event: Callable[[CacheEvent], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> EngineCore:
-    """An engine core on a loaded model. path: the model's directory, which names the content of its cache."""
+    """An engine core on a loaded model. path: the model's directory, which names the content of its cache. on_event:
+    told what the prefix cache stores and loses."""
     storage = CacheStorage.for_model(
         model,
         max_num_seqs=config.max_num_seqs,
@@ -94,7 +101,9 @@ def build_core(
         window_entries=config.window_entries,
     )
     per_block = block_bytes(model.config, config.kv_format)
-    manager = CacheManager.for_model(model.config, config, offload_blocks=config.offload_bytes // per_block)
+    manager = CacheManager.for_model(
+        model.config, config, offload_blocks=config.offload_bytes // per_block, on_event=on_event
+    )
     ends = (model.config.eos_token_id,)
     runner = ModelRunner(
         model,

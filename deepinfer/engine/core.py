@@ -160,7 +160,8 @@ class EngineCore:
         return output
 
     def stats(self) -> EngineStats:
-        """Counters of all steps so far."""
+        """Counters of all steps so far, and how things stand now."""
+        self.meter.take_levels(self.meter.totals.totals)
         return self.meter.totals
 
     def abort(self, number: int, index: int | None = None) -> bool:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from importlib.metadata import version
 from queue import Empty, SimpleQueue
@@ -194,16 +194,10 @@ class CoreProcess:
         )
 
     def _stats(self) -> EngineStats:
-        """The core's numbers, with how things stand now: aborts since the last step have changed that."""
+        """The core's numbers, with what only the process knows."""
         stats = self.core.stats()
         stats.rejections = dict(self._rejections)
         stats.last_step_age = self._health.last_step_age(self._clock())
-        now, scheduler, manager = stats.totals, self.core.scheduler, self.core.manager
-        now.running, now.waiting = len(scheduler.running), len(scheduler.waiting)
-        now.waiting_by_reason = dict(Counter(sequence.waits_for for sequence in scheduler.waiting))
-        now.blocks_cached, now.blocks_used = manager.num_cached_blocks, manager.num_used_blocks
-        now.blocks_free = manager.num_blocks - now.blocks_cached - now.blocks_used
-        now.slots_used, now.slots_total = manager.max_num_seqs - manager.num_free_slots, manager.max_num_seqs
         return stats
 
     def _add(self, client: bytes, message: wire.Add) -> None:

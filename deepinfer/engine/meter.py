@@ -38,7 +38,8 @@ class StepMeter:
         """schedule_seconds: of the plan made in this turn (under the overlapped loop that of a later step)."""
         now = self._clock()
         step = StepStats()
-        step.seconds = settle_seconds if self._last_end is None else now - self._last_end
+        own = schedule_seconds + result.device_seconds + settle_seconds
+        step.seconds = own if self._last_end is None else now - self._last_end
         self._last_end = now
         step.decode_tokens, step.replay_tokens = plan.num_decodes, plan.num_replayed
         step.prefill_tokens = plan.num_tokens - plan.num_decodes - plan.num_replayed
@@ -48,9 +49,10 @@ class StepMeter:
         step.corrupted = len(result.valid) - step.generated_tokens
         step.prompt_tokens, step.prompt_tokens_cached = self._scheduler.take_admitted()
         step.schedule_seconds, step.settle_seconds = schedule_seconds, settle_seconds
+        step.prepare_seconds = result.prepare_seconds
         step.device_seconds, step.idle_seconds = result.device_seconds, result.idle_seconds
         self._count_cache(step)
-        self._take_levels(step)
+        self.take_levels(step)
         self.totals.add(step)
         self.last = step
         return step
@@ -67,11 +69,11 @@ class StepMeter:
         step.preemptions_offload = offloaded - self._preempted[1]
         self._preempted = (recomputed, offloaded)
 
-    def _take_levels(self, step: StepStats) -> None:
+    def take_levels(self, step: StepStats) -> None:
+        """How things stand now."""
         scheduler, manager = self._scheduler, self._scheduler.manager
         step.running, step.waiting = len(scheduler.running), len(scheduler.waiting)
-        if step.waiting:
-            step.waiting_by_reason = dict(Counter(sequence.waits_for for sequence in scheduler.waiting))
+        step.waiting_by_reason = dict(Counter(sequence.waits_for for sequence in scheduler.waiting))
         step.blocks_cached, step.blocks_used = manager.num_cached_blocks, manager.num_used_blocks
         step.blocks_free = manager.num_free_blocks - step.blocks_cached
         step.slots_total = manager.max_num_seqs

@@ -43,7 +43,7 @@ class ModelCore:
             num_blocks=self.num_blocks,
             seed=self.seed,
         )
-        core = build_core(self.path, model, config)
+        core = build_core(self.path, model, config, on_event=startup.on_event)
         if self.verbose:
             print(self.settings.describe(self.path, model.config, config), file=sys.stderr, flush=True)
         startup.log_every = self.settings.logging_interval

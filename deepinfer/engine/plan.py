@@ -84,5 +84,6 @@ class StepResult:
     top: list[dict[int, float] | None] | None = None  # [draws], None if no row asked
     scores: list[list[dict[int, float]]] = field(default_factory=list)  # as plan.scores
     device_seconds: float = 0.0  # from the step's start on the device to its end
+    prepare_seconds: float = 0.0  # of them, until the forward pass: edits, new sequences, the batch
     idle_seconds: float = 0.0  # before its start, while the device had nothing to do
     error: BaseException | None = None

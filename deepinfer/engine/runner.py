@@ -92,11 +92,14 @@ class ModelRunner(Runner):
         self.storage.apply(plan.edits)
         self._admit(plan.admissions)
         if plan.slots.size:
-            logits = self.model.forward(self._batch(plan), self.storage)
+            batch = self._batch(plan)
+            prepared = self._clock() - begin
+            logits = self.model.forward(batch, self.storage)
             self._fork(plan)
             scores = score_prompts(logits, plan.scores)
             result = self._draw(plan, positions, logits)
             result.scores = scores
+            result.prepare_seconds = prepared
         else:
             result = _no_draws()
         result.device_seconds = self._clock() - begin
