@@ -171,8 +171,6 @@ def test_decoding_goes_on_after_a_truncated_replay_as_after_masks(model, drafts)
 @pytest.mark.parametrize(
     "cuts", [(128, 256), (100, 255, 256), (130, 140, 250, 256, 257), (256,), (300,), (250,), (245, 259)]
 )
-    "cuts", [(128, 256), (100, 255, 256), (130, 140, 250, 256, 257), (256,), (300,), (250,), (245, 259)]
-)
 def test_a_window_from_the_store_gives_what_a_cold_run_gives(model, cuts):
     """Saved by one sequence whatever its chunks were, read by another: no row is computed twice, no bit differs."""
     storage, hit = storage_for(model, window_entries=2), 256
