@@ -1,8 +1,9 @@
-"""examples/yoco/equivalence.py says "equal" where it is, and does not where it is not."""
+"""examples/yoco: the proof says "equal" where it is and does not where it is not; the losses are of the right runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from deepinfer.cache.step import StepView
 from deepinfer.model.presets import tiny
 
 import equivalence  # isort: skip
+import perplexity  # isort: skip
 
 PICKED = 6  # cases of every kind, of those that the tiny model has
 
@@ -60,6 +62,33 @@ def test_a_masked_entry_that_is_off_by_one_is_found(few_cases, capsys, monkeypat
     monkeypatch.setattr(equivalence, "cases_of", lambda *_: iter(wrong))
     assert equivalence.main() == 1
     assert f"{len(set(wrong))} of {len(set(wrong))} cases differ" in capsys.readouterr().out
+
+
+def test_losses_are_reported_for_both_approximations_and_are_the_same_again(tiny_checkpoint, capsys, monkeypatch):
+    options = ["--prompt", "300", "--after", "6", "--pieces", "1", "--json"]
+    monkeypatch.setattr(sys, "argv", ["perplexity.py", "--model", str(tiny_checkpoint), *options])
+    printed = []
+    for _ in range(2):
+        assert perplexity.main() == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    report = json.loads(printed[0])
+    assert report["keep_tokens"] == 28 and report["replay_tokens"] == 16
+    assert report["kinds"]["all"]["tokens"] == 12
+    for kind in ("documents", "sources", "all"):
+        figures = report["kinds"][kind]
+        assert figures["full"]["relative_change"] == figures["full"]["first_token_kl"] == 0
+        assert figures["full"]["same_best_token"] == 1
+        losses = {figures[mode]["nats_per_token"] for mode in ("full", "truncated", "replayed", "both")}
+        assert len(losses) == 4  # every mode hides something else from a random model
+        assert figures["truncated"]["first_token_kl"] > 0
+
+
+def test_a_prompt_too_short_to_be_replayed_is_refused_with_the_shortest_that_is(tiny_checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["perplexity.py", "--model", str(tiny_checkpoint), "--prompt", "277"])
+    with pytest.raises(SystemExit):
+        perplexity.main()
+    assert "must be from 278" in capsys.readouterr().err
 
 
 def _exact() -> bool:
