@@ -1,7 +1,8 @@
 """Token streams on the training device and batches mixed from them.
 
-A stream is a flat run of documents (BOS ... EOS). Rows are cut from it at a fresh phase every epoch and visited in
-random order. "Record" streams hold samples of exactly the row length, which are never cut.
+A stream is a flat run of documents (BOS ... EOS) with marks (see marks.py). Rows are cut from it at a fresh phase every
+epoch and visited in random order; rows of an "aligned" stream begin at the next BOS. "Record" streams hold samples of
+exactly the row length, which are never cut.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from training.marks import ANSWER, ANSWER_WEIGHT, IDS, SKIP
+
 PAD = 2
 
 
 class Stream:
     """One kind of text on the device."""
 
-    def __init__(self, data: np.ndarray, device: torch.device, record: int = 0, seed: int = 0):
+    def __init__(self, data: np.ndarray, device: torch.device, record: int = 0, seed: int = 0, aligned: bool = False):
         self.data = torch.from_numpy(data.view(np.int16)).to(device)  # uint16 bits; ids stay below 32768
         self.record, self.rng = record, np.random.default_rng(seed)
+        self.begins = np.flatnonzero((data & IDS) == 0) if aligned else None
         self.order: np.ndarray = np.empty(0, dtype=np.int64)
         self.length = 0
         self.taken = 0  # tokens handed out
@@ -35,6 +39,11 @@ class Stream:
             phase = 0 if self.record else int(self.rng.integers(0, min(length, max(1, len(self.data) - length))))
             rows = (len(self.data) - phase) // step
             fresh = phase + step * self.rng.permutation(rows)
+            if self.begins is not None:
+                at = np.searchsorted(self.begins, fresh)
+                begins = self.begins[at[at < len(self.begins)]]
+                begins = begins[begins <= len(self.data) - length]
+                fresh = begins if len(begins) else fresh
             self.order = np.concatenate([self.order, fresh])
         self.taken += count * length
         taken, self.order = self.order[:count], self.order[count:]
@@ -45,6 +54,7 @@ class Stream:
 class Batch:
     tokens: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64, -100 where nothing is predicted
+    weights: Tensor  # [B, T] float32, share of each target in the loss: 0, 1 or ANSWER_WEIGHT
     kinds: list[str]  # kind of each row
 
 
@@ -75,8 +85,11 @@ class Mixer:
             starts = torch.from_numpy(stream.starts(count, length)).to(self.device)
             parts.append(stream.data[starts[:, None] + torch.arange(length, device=self.device)])
             kinds += [kind] * count
-        tokens = torch.cat(parts).long()
-        return Batch(tokens, next_targets(tokens), kinds)
+        stored = torch.cat(parts).long()
+        tokens, nexts = stored & IDS, stored.roll(-1, 1)
+        targets = torch.where((nexts & SKIP) > 0, -100, next_targets(tokens))
+        weights = torch.where((nexts & ANSWER) > 0, ANSWER_WEIGHT, 1.0) * (targets >= 0)
+        return Batch(tokens, targets, weights, kinds)
 
 
 def next_targets(tokens: Tensor) -> Tensor:

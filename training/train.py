@@ -1,8 +1,9 @@
-"""Trains nano within a wall-clock budget: four phases, learning rate and phase borders driven by elapsed time.
+"""Trains nano within a wall-clock budget: five phases, learning rate and phase borders driven by elapsed time.
 
-    python -m training.train --data DIR --out DIR --seconds 1150
+    python -m training.train --data DIR --out DIR --seconds 1590
 
 Resumable: a checkpoint (weights, optimiser, elapsed seconds) is written every few minutes and read again with --resume.
+A number in the file OUT/seconds replaces the budget of a running training.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from training.model import Mode, NanoModel
 from training.optim import Optimizer, balance_experts, rate_factor
 from training.tokenizer import load_tokenizer, token_map
 
-TEXT = {"prose": 0.22, "doc": 0.24, "code": 0.33, "zh": 0.03, "zh-en": 0.005}
-EARLY = TEXT | {"chat": 0.08, "look1024": 0.12}
-MIDDLE = TEXT | {"chat": 0.08, "look4096": 0.13}
-LATE = TEXT | {"chat": 0.16, "look4096": 0.13}
-FINAL = {"prose": 0.11, "doc": 0.11, "code": 0.17, "zh": 0.02, "chat": 0.40, "look4096": 0.19}
+TEXT = {"prose": 0.28, "doc": 0.23, "code": 0.29, "zh": 0.03, "zh-en": 0.005}
+EARLY = TEXT | {"chat": 0.08, "look1024": 0.16}
+MIDDLE = TEXT | {"chat": 0.08, "look4096": 0.17}
+LATE = TEXT | {"chat": 0.14, "look4096": 0.17}
+FINAL = {"prose": 0.18, "doc": 0.13, "code": 0.19, "zh": 0.02, "chat": 0.29, "look4096": 0.19}
+WARM_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Phase:
 
 
 PHASES = (
-    Phase("short", 0.36, 1024, False, False, 0, EARLY),
-    Phase("short-taught", 0.42, 1024, False, False, 64, EARLY),
-    Phase("long", 0.70, 4096, False, False, 64, MIDDLE),
+    Phase("short", 0.35, 1024, False, False, 0, EARLY),
+    Phase("short-taught", 0.39, 1024, False, False, 64, EARLY),
+    Phase("long", 0.71, 4096, False, False, 64, MIDDLE),
     Phase("sparse-quant", 0.91, 4096, True, True, 64, LATE),
     Phase("chat", 1.01, 4096, True, True, 64, FINAL),
 )
@@ -83,6 +85,14 @@ class Guard:
         return False
 
 
+@torch.no_grad()
+def mixing_bound(model: NanoModel) -> float:
+    """Bound on the mixing logits of mHC: beyond some tens, something has gone wrong."""
+    hc = model.config.hc_mult
+    norms = model.hc_fn[:, :, 2 * hc :].norm(dim=-1) * model.hc_fn.shape[-1] ** 0.5
+    return (model.hc_base[:, :, 2 * hc :].abs() + norms * model.hc_scale[:, :, 2:].abs()).max().item()
+
+
 class Trainer:
     """Model, optimiser, data and clock."""
 
@@ -101,7 +111,7 @@ class Trainer:
         self.mixer = Mixer({}, self.device)
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
-        self.step, self.tokens, self.before = 0, 0, 0.0
+        self.step, self.tokens, self.before, self.seconds = 0, 0, 0.0, args.seconds
         if args.resume and (self.out / "state.pt").exists():
             self.load()
         self.began = time.time() if args.began == 0 else args.began
@@ -110,12 +120,14 @@ class Trainer:
     # ------------------------------------------------------------------ data and state
 
     def refresh(self) -> None:
-        """Takes up streams whose encoding has finished since the last look."""
+        """Takes up streams whose encoding has finished since the last look, and a new budget."""
+        if (self.out / "seconds").exists():
+            self.seconds = float((self.out / "seconds").read_text())
         for kind, array in load_streams(Path(self.args.data), self.device, self.seen).items():
             self.arrays.setdefault(kind, []).append(array)
             joined = np.concatenate(self.arrays[kind])
             record = int(kind[4:]) if kind.startswith("look") else 0
-            self.mixer.streams[kind] = Stream(joined, self.device, record, seed=len(self.seen))
+            self.mixer.streams[kind] = Stream(joined, self.device, record, len(self.seen), aligned=kind == "chat")
 
     def wait(self, kinds: list[str]) -> None:
         """Compiles the first phase on made-up tokens, then waits until the streams of `kinds` exist."""
@@ -142,6 +154,7 @@ class Trainer:
         }
         torch.save(state, self.out / "state.tmp")
         (self.out / "state.tmp").rename(self.out / "state.pt")
+        export_model(self.model, self.out / "export-last")
 
     def load(self) -> None:
         state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
@@ -163,10 +176,11 @@ class Trainer:
         names = [p.name for p in PHASES]
         current, mark, marked, saved = None, time.time(), self.tokens, time.time()
         totals: dict[str, list[float]] = {}
+        answers: dict[str, list[float]] = {}
         guard = Guard(self.model, self.optimizer)
         generator = torch.Generator(device=self.device).manual_seed(args.seed + self.step)
         while True:
-            progress = self.elapsed() / args.seconds
+            progress = self.elapsed() / self.seconds
             if progress >= 1 or (args.steps and self.step >= args.steps):
                 break
             phase = next(p for p in PHASES if progress < p.until) if not args.phase else PHASES[names.index(args.phase)]
@@ -181,14 +195,13 @@ class Trainer:
             batch = self.mixer.batch(phase.shares, max(1, args.batch_tokens // length), length)
             mode = Mode(args.dtype, args.flex, phase.sparse, phase.quant, min(phase.teach_rows, length))
             out = self.model(batch.tokens, batch.targets, mode, generator)
-            live = (batch.targets >= 0).sum()
-            loss = out.nll.sum() / live
+            loss = (out.nll * batch.weights).sum() / batch.weights.sum()
             (loss + 0.1 * out.index_loss).backward()
             if not mode.teach_rows:
                 for name, p in self.model.named_parameters():
                     if name.startswith("idx_"):
                         p.grad = None
-            factor = rate_factor(progress) * guard.scale
+            factor = rate_factor(progress) * guard.scale * min(1.0, (self.step + 1) / WARM_STEPS)
             guard.losses.append(loss.detach())
             self.optimizer.step(factor)
             balance_experts(self.model, out.loads, 1e-3 * min(1.0, 2 * factor))
@@ -196,19 +209,25 @@ class Trainer:
             self.tokens += batch.tokens.numel()
             report = self.step % args.log_every == 0
             if report or self.step < 4:
-                rows = (out.nll.detach().sum(1) / (batch.targets >= 0).sum(1)).tolist()
-                for kind, value in zip(batch.kinds, rows, strict=True):
+                nll, asked = out.nll.detach(), batch.weights > 1
+                rows = (nll.sum(1) / (batch.targets >= 0).sum(1)).tolist()
+                parts = ((nll * asked).sum(1) / asked.sum(1)).tolist()
+                for kind, value, part in zip(batch.kinds, rows, parts, strict=True):
                     totals.setdefault(kind, []).append(value)
+                    if part == part:  # rows without an answer give NaN
+                        answers.setdefault(kind, []).append(part)
                 now = time.time()
                 self.log(
                     loss={k: round(sum(v) / len(v), 4) for k, v in totals.items()},
+                    answers={k: round(sum(v) / len(v), 4) for k, v in answers.items()},
+                    mix=round(mixing_bound(self.model), 1),
                     index=round(out.index_loss.item(), 4),
                     load=round((out.loads.max(1).values / out.loads.float().mean(1)).mean().item(), 2),
                     rate=round(factor, 3),
                     tokens=self.tokens,
                     per_second=int((self.tokens - marked) / (now - mark)),
                 )
-                totals, mark, marked = {}, now, self.tokens
+                totals, answers, mark, marked = {}, {}, now, self.tokens
                 self.refresh()
                 if guard.check(phase.name):
                     self.log(rolled_back=True, scale=guard.scale)
@@ -245,7 +264,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder of .u16 token streams")
     parser.add_argument("--out", required=True)
     parser.add_argument("--tokenizer", default="models/nano")
-    parser.add_argument("--seconds", type=float, default=1150)
+    parser.add_argument("--seconds", type=float, default=1590)
     parser.add_argument("--began", type=float, default=0, help="unix time the budget counts from; default now")
     parser.add_argument("--steps", type=int, default=0, help="stop after this many steps (tests)")
     parser.add_argument("--phase", default="", help="stay in one phase (tests)")

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from training import regions
 from training.config import NanoConfig
 from training.data import Mixer, Stream, next_targets
+from training.marks import ANSWER, ANSWER_WEIGHT, SKIP
 from training.model import Mode, NanoModel, document_start
 from training.optim import Optimizer, balance_experts, orthogonalise, rate_factor
 from training.sinkhorn import sinkhorn
-from training.train import PHASES, Guard
+from training.train import PHASES, Guard, mixing_bound
 
 CONFIG = NanoConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, head_dim=32, qk_rope_head_dim=16,
@@ -134,3 +136,31 @@ def test_mixer_keeps_shares_and_row_counts() -> None:
 
 def test_document_start() -> None:
     assert document_start(torch.tensor([[5, 0, 6, 7, 0, 8]])).tolist() == [[0, 1, 1, 1, 4, 4]]
+
+
+def test_marks_become_weights() -> None:
+    row = np.array([0, 5, 6 | SKIP, 7 | ANSWER, 8, 1, 2, 2], dtype=np.uint16)
+    made = Mixer({"look8": Stream(row, torch.device("cpu"), record=8)}, torch.device("cpu")).batch({"look8": 1.0}, 1, 8)
+    assert made.tokens.tolist() == [[0, 5, 6, 7, 8, 1, 2, 2]]
+    assert made.targets.tolist() == [[5, -100, 7, 8, 1, -100, -100, -100]]
+    assert made.weights.tolist() == [[1, 0, ANSWER_WEIGHT, 1, 1, 0, 0, 0]]
+
+
+def test_aligned_rows_begin_at_a_document() -> None:
+    data = np.random.default_rng(2).integers(3, 60, 6000).astype(np.uint16)
+    data[::37] = 0
+    stream = Stream(data, torch.device("cpu"), aligned=True)
+    for _ in range(20):
+        starts = stream.starts(8, 64)
+        assert (data[starts] == 0).all() and (starts + 64 <= len(data)).all()
+
+
+def test_mixing_bound_bounds_the_logits(model: NanoModel) -> None:
+    logits = []
+    original = regions.sinkhorn
+    regions.sinkhorn = lambda x, *rest: logits.append(x) or original(x, *rest)
+    try:
+        model(batch()[0], None, Mode())
+    finally:
+        regions.sinkhorn = original
+    assert 0 < max(x.abs().max().item() for x in logits) <= mixing_bound(model)

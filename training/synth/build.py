@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from training.marks import mark_turns
+
 _state: dict[str, object] = {}
 
 
@@ -21,9 +23,10 @@ def _start(tokenizer_dir: str, phrases: str, data: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from training.synth.lookup import Haystack
     from training.synth.render import Phrases
-    from training.tokenizer import load_tokenizer
+    from training.tokenizer import ASSISTANT, EOS, load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_dir)
+    _state["turn"] = [tokenizer.token_to_id(token) for token in (ASSISTANT, EOS)]
     _state["encode"] = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
     _state["phrases"] = Phrases.load(phrases) if phrases else None
     files = [f for kind in ("prose", "doc") for f in sorted(Path(data).glob(f"*.{kind}.u16"))] if data else []
@@ -37,7 +40,7 @@ def _chats(task: tuple[int, int, int]) -> bytes:
     rng = random.Random(seed)
     ids: list[int] = []
     for _ in range(count):
-        ids += _state["encode"](chat(rng, _state["phrases"]))
+        ids += mark_turns(_state["encode"](chat(rng, _state["phrases"])), *_state["turn"])
     return np.array(ids, dtype=np.uint16).tobytes()
 
 
@@ -68,7 +71,7 @@ def main() -> None:
     tasks = [(args.seed * 1_000_003 + s, min(step, args.count - s), args.length) for s in seeds]
     with mp.get_context("spawn").Pool(args.processes, _start, (args.tokenizer, args.phrases, args.data)) as pool:
         data = b"".join(pool.imap(_chats if args.what == "chat" else _looks, tasks))
-    name = args.out / f"synth.{args.what}{args.length or ''}.u16"
+    name = args.out / f"synth-{args.seed}.{args.what}{args.length or ''}.u16"
     name.with_suffix(".tmp").write_bytes(data)
     name.with_suffix(".tmp").rename(name)
 

@@ -157,10 +157,15 @@ HELD_TOOLS = (
     _tool("find_hotel", "Find a hotel", {"city": city, "nights": number(1, 14)},
           "Find a hotel in {city} for {nights} nights.|I need a room in {city}, {nights} nights.", '{{"name": "{p}"}}', "In {city} you can stay at {p}."),
 )  # fmt: skip
-VERBS = "get find create update delete check start stop list count open close rename copy move publish cancel".split()
+VERBS = (
+    "get find create update delete check start stop list count open close rename copy move publish cancel show print "
+    "archive assign approve measure repair install test compare sort paint clean fill load merge export"
+).split()
 THINGS = (
-    "user order invoice ticket project task server report device account job message image table playlist room".split()
-)
+    "user order invoice ticket project task server report device account job message image table playlist room printer "
+    "camera window garden recipe lesson shipment sensor folder meeting survey budget contract map photo robot bicycle "
+    "engine letter song plant shelf backup branch session badge"
+).split()
 
 
 def schema(tool: Tool, rng: random.Random) -> dict[str, Any]:
@@ -204,9 +209,8 @@ def _fillers(rng: random.Random) -> dict[str, Any]:
 
 def offer(rng: random.Random, split: str) -> tuple[list[Tool], Tool]:
     """Declared tools (1 to 4, distinct names) and the one that the user needs."""
-    pool = [*rng.sample(TOOLS, 3), made_up(rng), made_up(rng)]
-    if split == "valid":
-        pool = [*rng.sample(TOOLS, 3), *rng.sample(HELD_TOOLS, 2)]
+    others = rng.sample(HELD_TOOLS, 2) if split == "valid" else [made_up(rng) for _ in range(3)]
+    pool = [*rng.sample(TOOLS, 3), *others]
     tools = list({tool.name: tool for tool in rng.sample(pool, rng.randrange(1, 5))}.values())
     return tools, rng.choice(tools)
 
