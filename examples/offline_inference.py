@@ -14,7 +14,7 @@ from deepinfer import LLM, CompletionOutput, SamplingParams
 from deepinfer.codec.chat_template import Message, render_text
 
 ENGLISH = "The old lighthouse stood at the edge of the village, and every evening"
-PYTHON = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
+PYTHON = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""'
 CHAT = [Message("system", "You are a helpful assistant."), Message("user", "What is the capital of France?")]
 LONG_TOKENS = 1500
 LONG_CONTEXT = (16_389, 4_096)  # prompt and output tokens of the vendor's --long_context run
