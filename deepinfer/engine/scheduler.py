@@ -60,7 +60,8 @@ class Scheduler:
         self.num_recomputed = self.num_offloaded = 0  # preemptions
         self._stop_ids = stop_ids
         self._decoding = np.empty(0, np.int64)  # slots of running sequences in DECODE, by order
-        self._decoding_changed = False
+        self._prefilling: list[Sequence] = []  # running sequences in PREFILL, by order
+        self._running_changed = False
         self._steps_without_prefill = 0
         self._num_steps = 0
 
@@ -92,7 +93,7 @@ class Scheduler:
         for slot in short.tolist():
             if (sequence := self.by_slot[slot]) is not None and sequence.status is Status.DECODE:
                 self._grow(sequence)
-        if self._decoding_changed:
+        if self._running_changed:
             slots = slots[np.isin(slots, self._decoding_slots())]  # without those that were preempted
         starts = table.total[slots] - 1
         self._count_scheduled(slots, starts, starts + 1)
@@ -105,11 +106,11 @@ class Scheduler:
         return not draft.num_decodes or self._steps_without_prefill >= self.config.prefill_interval
 
     def _continue_prefills(self, draft: StepDraft) -> None:
-        for sequence in self.running:
+        self._sort_running()
+        for sequence in self._prefilling:
             if draft.budget <= 0:
                 return
-            if sequence.status is Status.PREFILL:
-                self._prefill(sequence, draft)
+            self._prefill(sequence, draft)
 
     def _admit(self, draft: StepDraft, now: float) -> None:
         """Starts waiting sequences while there is budget, a slot and blocks for the next in line.
@@ -268,7 +269,7 @@ class Scheduler:
         slot = sequence.slot
         assert slot is not None
         sequence.status = Status.DECODE
-        self._decoding_changed = True
+        self._running_changed = True
         self.table.total[slot] += 1
         draft.draw(slot, row)
         for child in [s for s in sequence.siblings if s.status is Status.FORKING]:
@@ -302,13 +303,17 @@ class Scheduler:
         sequence.slot, sequence.status = slot, status
         self.by_slot[slot] = sequence
         bisect.insort(self.running, sequence, key=lambda s: s.order)
-        self._decoding_changed = True
+        self._running_changed = True
+
+    def _sort_running(self) -> None:
+        """Lists of those that decode and those that prefill, made again only when somebody has changed sides."""
+        if self._running_changed:
+            self._decoding = np.array([s.slot for s in self.running if s.status is Status.DECODE], np.int64)
+            self._prefilling = [s for s in self.running if s.status is Status.PREFILL]
+            self._running_changed = False
 
     def _decoding_slots(self) -> np.ndarray:
-        if self._decoding_changed:
-            slots = [s.slot for s in self.running if s.status is Status.DECODE]
-            self._decoding = np.array(slots, np.int64)
-            self._decoding_changed = False
+        self._sort_running()
         return self._decoding
 
     # -- leaving --------------------------------------------------------------------------------------------------
@@ -364,4 +369,4 @@ class Scheduler:
         self.table.vacate(slot)
         self.by_slot[slot] = None
         sequence.slot = None
-        self._decoding_changed = True
+        self._running_changed = True
