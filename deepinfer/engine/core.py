@@ -66,8 +66,7 @@ class EngineCore:
         self._namespace = namespace
         self._clock = clock
         self._requests: dict[int, list[Seq]] = {}  # unfinished ones: all their sequences
-        self._arrivals: dict[int, float] = {}
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(config.max_num_batched_tokens)
         self._draining = False
         self._ended: list[tuple[int, int, FinishReason]] = []  # number, index: ends that no settled step brings
         self._events: list[SequenceEvent] = []
@@ -96,6 +95,7 @@ class EngineCore:
         chain = HashChain(self._namespace(request.salt))
         if self.config.prefix_caching != "off":
             chain.extend(prompt)
+        arrival = self._clock() - request.age
         sequences: list[Seq] = []
         seed = self._admission_seed(request)
         for index in range(request.params.n):
@@ -104,6 +104,7 @@ class EngineCore:
                     request=request,
                     index=index,
                     seed=random_streams.child_seed(seed, index),
+                    arrival=arrival,
                     limit=len(prompt) + request.max_tokens,
                     chain=chain if index == 0 else chain.copy(),
                     token_ids=prompt,
@@ -112,9 +113,7 @@ class EngineCore:
                     status=Status.FORKING,
                 )
             )
-        arrival = self._clock() - request.age
         self._requests[request.number] = sequences
-        self._arrivals[request.number] = arrival
         self._deadlines.add(request.number, arrival, request.params.deadline, request.params.ttft_deadline)
         self.scheduler.add(sequences[0])
 
@@ -154,7 +153,7 @@ class EngineCore:
         self._forget_finished(output)
         output = self._with_ends(output)
         self.meter.record(plan, result, schedule_seconds, time.perf_counter() - begin)
-        self._deadlines.observe(plan.num_tokens, result.device_seconds)
+        self._deadlines.observe(plan.num_tokens - plan.num_decodes, result.device_seconds)
         if not self.has_unfinished:
             self.meter.pause()
         return output
@@ -201,7 +200,7 @@ class EngineCore:
     def _end_overdue(self, now: float) -> None:
         for number in self._deadlines.over(now):
             self._end(number, FinishReason.DEADLINE)
-        for sequence in self._deadlines.hopeless(now, self.scheduler.waiting, self._arrivals):
+        for sequence in self._deadlines.hopeless(now, self.scheduler.waiting, self.scheduler.tokens_to_compute):
             self._end(sequence.request.number, FinishReason.DEADLINE)
 
     def _end(self, number: int, reason: FinishReason) -> None:
@@ -240,7 +239,6 @@ class EngineCore:
         """Drops a request whose last sequence has ended."""
         if all(s.status is Status.FINISHED for s in self._requests.get(number, [])):
             self._requests.pop(number, None)
-            self._arrivals.pop(number, None)
 
     def _with_ends(self, output: StepOutput) -> StepOutput:
         """The output with what happened besides: admissions, preemptions, ends that no token brought."""
@@ -267,7 +265,7 @@ class EngineCore:
             started = self.scheduler.by_slot[admission.slot]
             assert started is not None
             number, hit = started.request.number, started.hit
-            queued = now - self._arrivals[number]
+            queued = now - started.arrival
             self._events.append(
                 SequenceEvent(number, started.index, "admitted", hit.replay_start, hit.replay_tokens, queued)
             )

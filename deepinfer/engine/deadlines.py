@@ -4,52 +4,72 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from deepinfer.engine.queue_policy import QueuePolicy
 from deepinfer.engine.sequence import Sequence
 
-SMOOTHING = 0.1  # share of the newest step in the estimate of the speed
+SMOOTHING = 0.1  # share of a slower step in the estimate of the speed
+LOOK_SECONDS = 0.05  # between two looks at who cannot make it
 
 
 class Deadlines:
-    """Times are seconds on the engine's clock."""
+    """Times are seconds on the engine's clock. step_tokens: the most that a step computes.
 
-    def __init__(self) -> None:
+    Giving a request up cannot be taken back, so the estimate of the speed is a hopeful one: it rises at once and falls
+    slowly, only steps that prefill count, and of those only large ones, because a small step is slow per token.
+    """
+
+    def __init__(self, step_tokens: int) -> None:
         self._by_end: list[tuple[float, int]] = []  # heap of (time, request number)
         self._num_first = 0  # waiting sequences with a ttft_deadline, at most
-        self._tokens_per_second = math.inf  # until a step was measured nothing is given up
+        self._step_tokens = step_tokens
+        self._largest = 0  # prefill tokens of the largest step so far
+        self._tokens_per_second = 0.0
+        self._next_look = -math.inf
 
     def add(self, number: int, arrival: float, deadline: float | None, ttft_deadline: float | None) -> None:
         if deadline is not None:
             heapq.heappush(self._by_end, (arrival + deadline, number))
-        self._num_first += ttft_deadline is not None
+        if ttft_deadline is not None:
+            self._num_first += 1
+            self._next_look = -math.inf
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        if tokens and seconds > 0:
-            speed = tokens / seconds
-            old = self._tokens_per_second
-            self._tokens_per_second = speed if math.isinf(old) else old + SMOOTHING * (speed - old)
+    def observe(self, prefill_tokens: int, seconds: float) -> None:
+        """A step took so long, with so many rows of prompts in it."""
+        if not prefill_tokens or seconds <= 0 or 2 * prefill_tokens < self._largest:
+            return
+        self._largest = max(self._largest, prefill_tokens)
+        speed, old = prefill_tokens / seconds, self._tokens_per_second
+        self._tokens_per_second = max(speed, old + SMOOTHING * (speed - old))
 
     def over(self, now: float) -> Iterator[int]:
         """Numbers of requests whose deadline has passed; each comes once."""
         while self._by_end and self._by_end[0][0] <= now:
             yield heapq.heappop(self._by_end)[1]
 
-    def hopeless(self, now: float, waiting: QueuePolicy, arrivals: dict[int, float]) -> list[Sequence]:
-        """Waiting sequences whose first token cannot come in time, with the prompts before them to be computed."""
-        if not self._num_first:
+    def hopeless(
+        self, now: float, waiting: QueuePolicy, tokens_to_compute: Callable[[Sequence], int]
+    ) -> list[Sequence]:
+        """Waiting sequences whose first token cannot come in time, with the prompts before them to be computed. Looked
+        for now and then: a look asks the cache about everybody who waits."""
+        if not self._num_first or now < self._next_look:
             return []
+        self._next_look = now + LOOK_SECONDS
         doomed, ahead, seen = [], 0, 0
         for sequence in waiting.candidates(now):
-            ahead += sequence.num_known
+            own = tokens_to_compute(sequence)
             limit = sequence.params.ttft_deadline
-            if limit is None or sequence.preemptions or sequence.index:
-                continue  # no wish, or its computation has begun
-            seen += 1
-            if now + ahead / self._tokens_per_second > arrivals[sequence.request.number] + limit:
+            wishes = limit is not None and not sequence.preemptions and not sequence.index  # else it has begun
+            seen += wishes
+            if wishes and now + self._seconds(ahead + own) > sequence.arrival + (limit or 0.0):
                 doomed.append(sequence)
-                ahead -= sequence.num_known
+            else:
+                ahead += own
         self._num_first = seen - len(doomed)
         return doomed
+
+    def _seconds(self, tokens: int) -> float:
+        """How long so many prompt tokens take at least; 0 while no step was large enough to tell."""
+        known = 2 * self._largest >= min(tokens, self._step_tokens)
+        return tokens / self._tokens_per_second if known and self._tokens_per_second else 0.0

@@ -14,6 +14,7 @@ import numpy as np
 from deepinfer.engine.sequence import Sequence
 
 AGING_SECONDS = 30.0  # a waiting sequence moves up one priority for every so many seconds
+MANY_TENANTS = 1024  # remembered without hesitation
 OUTPUT_WEIGHT = 4  # cost of an output token in prefill tokens (spec/engine.md 4.3)
 
 
@@ -29,8 +30,11 @@ class QueuePolicy(Protocol):
     def candidates(self, now: float) -> Iterator[Sequence]:
         """All of them, in the order in which they should start. Must not be changed while it is walked."""
 
-    def tenant_index(self, tenant: str) -> int:
-        """A small number for the tenant, kept in the sequence table so that charges are vectors."""
+    def enter(self, tenant: str) -> int:
+        """A sequence of the tenant runs -> a small number for it, kept in the sequence table: charges are vectors."""
+
+    def leave(self, tenant: int) -> None:
+        """It runs no more."""
 
     def charge_prefill(self, tenant: int, tokens: int) -> None: ...
     def charge_outputs(self, tenants: np.ndarray) -> None:
@@ -40,7 +44,7 @@ class QueuePolicy(Protocol):
 def _rank(sequence: Sequence) -> tuple[bool, float, int, int]:
     """Within a tenant and priority: a preempted sequence before new work; earlier deadline; arrival."""
     request = sequence.request
-    deadline = math.inf if request.params.deadline is None else request.params.deadline - request.age
+    deadline = math.inf if request.params.deadline is None else sequence.arrival + request.params.deadline
     return (sequence.preemptions == 0, deadline, request.number, sequence.index)
 
 
@@ -67,8 +71,11 @@ class FirstCome:
     def candidates(self, now: float) -> Iterator[Sequence]:
         return iter(self._queue)
 
-    def tenant_index(self, tenant: str) -> int:
+    def enter(self, tenant: str) -> int:
         return 0
+
+    def leave(self, tenant: int) -> None:
+        pass
 
     def charge_prefill(self, tenant: int, tokens: int) -> None:
         pass
@@ -80,35 +87,40 @@ class FirstCome:
 class FairShare:
     """Priority first, and inside a priority the tenant that has been charged least (spec/engine.md 4.3).
 
-    A tenant pays 1 per prefill token that was computed and 4 per output token, divided by its weight. One that comes
-    back after a pause starts at the level of the least charged tenant that is waiting, so nobody saves up. Who waits
-    long moves up: one priority per AGING_SECONDS.
+    A tenant pays 1 per prefill token that was computed and 4 per output token, divided by its weight. The level at
+    which service stands is that of whoever is being served; a tenant that comes, or comes back, starts there at least,
+    so nobody saves up. Who waits long moves up: one priority per AGING_SECONDS. A tenant that neither waits nor runs
+    and owes nothing is forgotten.
     """
 
     def __init__(self, weights: dict[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._tenants: dict[str, int] = {}
+        self._free: list[int] = []  # numbers of forgotten tenants
         self._queues: dict[tuple[int, int], list[Sequence]] = {}  # by tenant and priority; empty ones are dropped
         self._since: dict[Sequence, float] = {}  # waiting since, for aging
         self._new: list[Sequence] = []  # whose time of arrival is noted with the next walk
-        self._charged = np.zeros(0)
-        self._inverse_weight = np.zeros(0)
+        self._level = 0.0
+        self._charged = np.zeros(16)
+        self._inverse_weight = np.ones(16)
+        self._held = np.zeros(16, np.int64)  # sequences that wait or run
+        self._num_held = 0
 
     def push(self, sequence: Sequence) -> None:
-        tenant = self.tenant_index(sequence.request.tenant)
-        waiting = {other for other, _ in self._queues}
-        if waiting and tenant not in waiting and not sequence.preemptions:
-            self._charged[tenant] = max(self._charged[tenant], min(self._charged[other] for other in waiting))
-        bisect.insort(self._queues.setdefault((tenant, sequence.params.priority), []), sequence, key=_rank)
+        tenant = self.enter(sequence.request.tenant)
+        place = (tenant, sequence.params.priority)
+        bisect.insort(self._queues.setdefault(place, []), sequence, key=_rank)
         self._new.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        place = (self.tenant_index(sequence.request.tenant), sequence.params.priority)
+        tenant = self._tenants[sequence.request.tenant]
+        place = (tenant, sequence.params.priority)
         self._queues[place].remove(sequence)
         if not self._queues[place]:
             del self._queues[place]
         if self._since.pop(sequence, None) is None:
             self._new.remove(sequence)
+        self.leave(tenant)
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -136,21 +148,51 @@ class FairShare:
         is_new, *rest = _rank(sequence)
         return (place[1] - risen, is_new, self._charged[place[0]], *rest, place, at)
 
-    def tenant_index(self, tenant: str) -> int:
-        if tenant not in self._tenants:
-            self._tenants[tenant] = len(self._tenants)
-            # a new tenant starts where the least charged one stands
-            start = self._charged.min() if len(self._charged) else 0.0
-            self._charged = np.append(self._charged, start)
-            self._inverse_weight = np.append(self._inverse_weight, 1 / self._weights.get(tenant, 1.0))
-        return self._tenants[tenant]
+    def enter(self, tenant: str) -> int:
+        number = self._tenants.get(tenant)
+        if number is None:
+            number = self._tenants[tenant] = self._new_number()
+            self._charged[number] = 0.0
+            self._inverse_weight[number] = 1 / self._weights.get(tenant, 1.0)
+        if not self._held[number]:
+            self._charged[number] = max(self._charged[number], self._level)
+        self._held[number] += 1
+        self._num_held += 1
+        return number
+
+    def leave(self, tenant: int) -> None:
+        self._held[tenant] -= 1
+        self._num_held -= 1
+        if not self._num_held:  # nobody is there who could be treated unfairly: all debts are forgotten
+            self._level = float(self._charged.max())
+
+    def _new_number(self) -> int:
+        """Numbers are 0, 1, ...: those of self._tenants and those of self._free. Looks for tenants to forget only when
+        the arrays would have to grow; from MANY_TENANTS on those go that owe little, too."""
+        if not self._free and len(self._tenants) == len(self._charged):
+            idle = self._held == 0
+            many = len(self._tenants) >= MANY_TENANTS and idle.any()
+            limit = max(self._level, float(np.median(self._charged[idle]))) if many else self._level
+            idle &= self._charged <= limit
+            for name in [name for name, number in self._tenants.items() if idle[number]]:
+                self._free.append(self._tenants.pop(name))
+        if self._free:
+            return self._free.pop()
+        if len(self._tenants) == len(self._charged):
+            self._charged = np.concatenate((self._charged, np.zeros_like(self._charged)))
+            self._inverse_weight = np.concatenate((self._inverse_weight, np.ones_like(self._inverse_weight)))
+            self._held = np.concatenate((self._held, np.zeros_like(self._held)))
+        return len(self._tenants)
 
     def charge_prefill(self, tenant: int, tokens: int) -> None:
+        self._level = max(self._level, float(self._charged[tenant]))
         self._charged[tenant] += tokens * self._inverse_weight[tenant]
 
     def charge_outputs(self, tenants: np.ndarray) -> None:
-        counts = np.bincount(tenants, minlength=len(self._charged))
-        self._charged += OUTPUT_WEIGHT * counts * self._inverse_weight
+        if len(tenants):
+            self._level = max(self._level, float(self._charged[tenants].min()))
+            counts = np.bincount(tenants, minlength=len(self._charged))
+            self._charged += OUTPUT_WEIGHT * counts * self._inverse_weight
 
 
 def make_policy(name: str) -> QueuePolicy:

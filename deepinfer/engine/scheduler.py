@@ -188,6 +188,10 @@ class Scheduler:
         sequence.refused_with = -1 if fits else free
         return fits
 
+    def tokens_to_compute(self, sequence: Sequence) -> int:
+        """Known tokens of a waiting sequence that the cache does not have now."""
+        return sequence.num_known - self.prefixes.lookup(sequence).replay_start
+
     def _tokens_to_reserve(self, sequence: Sequence) -> int:
         return sequence.limit if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_known
 
@@ -205,7 +209,7 @@ class Scheduler:
             limit=sequence.limit,
             stops=self._stop_ids(sequence),
         )
-        table.tenant[slot] = self.waiting.tenant_index(request.tenant)
+        table.tenant[slot] = self.waiting.enter(request.tenant)
         if sequence.ticket is not None:
             self.manager.reserve(slot, self._tokens_to_reserve(sequence))
             self.manager.restore(sequence.ticket, slot, sequence.token_ids)
@@ -280,6 +284,7 @@ class Scheduler:
                 continue
             self.table.branch(slot, child_slot, child.index)
             child.chain = sequence.chain.copy()
+            self.waiting.enter(child.request.tenant)
             draft.fork(Fork(slot, child_slot, child.seed, edits), row)
             self._run(child, child_slot, Status.DECODE)
 
@@ -364,6 +369,7 @@ class Scheduler:
         slot = sequence.slot
         assert slot is not None
         self.prefixes.leave(sequence)
+        self.waiting.leave(int(self.table.tenant[slot]))
         self.running.remove(sequence)
         self.manager.close(slot)
         self.table.vacate(slot)

@@ -38,6 +38,7 @@ class Sequence:
     request: EngineRequest
     index: int  # which of the request's n completions
     seed: int
+    arrival: float  # seconds on the engine's clock
     limit: int  # prompt and output tokens at most
     chain: HashChain  # of all full blocks of known tokens
     token_ids: np.ndarray  # int32: known tokens while it has no slot; the table's row has them while it does

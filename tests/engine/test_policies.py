@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 from conftest import assert_all_free
 from scripted import ScriptedModel, drain, make_engine
 
+from deepinfer.cache.hashing import HashChain
 from deepinfer.config import EngineConfig
 from deepinfer.engine.blocked import FutureCondition
-from deepinfer.engine.queue_policy import AGING_SECONDS
+from deepinfer.engine.messages import EngineRequest
+from deepinfer.engine.queue_policy import AGING_SECONDS, FairShare
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduler import MAX_PREEMPTIONS
+from deepinfer.engine.sequence import Sequence
 
 SHORT = SamplingParams(temperature=0, max_tokens=2)
 
@@ -107,6 +111,64 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     ended = order_of_ends(engine)
     assert ended[:4] != ["a0", "a1", "a2", "b0"]  # it does not run through its whole queue first
     assert {ended[0][0], ended[1][0]} == {"a", "b"}
+
+
+def policy_sequence(number: int, tenant: str, arrival: float = 0.0, **params) -> Sequence:
+    """A waiting sequence as the policies see it."""
+    prompt = np.array([3], np.int32)
+    request = EngineRequest(
+        number=number,
+        request_id=str(number),
+        prompt_token_ids=prompt,
+        params=SamplingParams(**params),
+        max_tokens=1,
+        tenant=tenant,
+    )
+    return Sequence(
+        request, index=0, seed=0, arrival=arrival, limit=2, chain=HashChain(b""), token_ids=prompt, siblings=[]
+    )
+
+
+def serve(policy: FairShare, tokens: int) -> Sequence:
+    """The next in line starts, computes and ends."""
+    sequence = next(policy.candidates(0.0))
+    tenant = policy.enter(sequence.request.tenant)
+    policy.remove(sequence)
+    policy.charge_prefill(tenant, tokens)
+    policy.leave(tenant)
+    return sequence
+
+
+def test_whoever_was_served_alone_for_long_is_not_punished_when_another_comes() -> None:
+    policy = FairShare()
+    for number in range(100):
+        policy.push(policy_sequence(number, "busy"))
+        serve(policy, 100)
+    policy.push(policy_sequence(99, "busy"))  # somebody of it is there all the time
+    for number in range(1000, 1100):
+        policy.push(policy_sequence(number, "busy"))
+        serve(policy, 10_000)
+    for number in range(100, 500):
+        policy.push(policy_sequence(number, "late" if number % 2 else "busy"))
+    served = [serve(policy, 100).request.tenant for _ in range(200)]
+    assert 45 <= served[100:].count("busy") <= 55  # the latecomer may catch up with one request, of 10,000 tokens
+
+
+def test_of_one_tenant_the_request_that_is_due_first_goes_first() -> None:
+    policy = FairShare()
+    policy.push(policy_sequence(0, "a", arrival=0.0, deadline=10))  # due at 10
+    policy.push(policy_sequence(1, "a", arrival=5.0, deadline=8))  # due at 13
+    policy.push(policy_sequence(2, "a", arrival=1.0))
+    assert [sequence.request.number for sequence in policy.candidates(6.0)] == [0, 1, 2]
+
+
+def test_a_tenant_that_has_gone_and_owes_nothing_is_forgotten() -> None:
+    policy = FairShare()
+    policy.push(policy_sequence(0, "always there", priority=1))
+    for number in range(1, 5000):
+        policy.push(policy_sequence(number, f"user {number}"))
+        serve(policy, number % 7 + 1)
+    assert len(policy._charged) <= 2048 and len(policy) == 1
 
 
 def test_who_waits_long_moves_up_one_priority() -> None:
@@ -217,6 +279,45 @@ def test_a_request_that_cannot_begin_in_time_is_dropped_before_it_costs_anything
     assert reasons == {"first": "length", "hopeless": "deadline", "patient": "length"}
     assert engine.pop_output("hopeless").outputs[0].token_id == []
     assert sum(4 in step.token_ids.tolist() and int(step.lengths.max()) > 1 for step in model.steps) == 0
+
+
+def test_slow_decoding_does_not_make_an_idle_engine_refuse_prompts() -> None:
+    now = [0.0]
+
+    class Clocked(ScriptedModel):
+        def forward(self, batch, storage):
+            now[0] += 0.05 + int(batch.lengths.sum()) / 1000  # a step costs 50 ms, however small it is
+            return super().forward(batch, storage)
+
+    engine = make_engine(Clocked(), clock=lambda: now[0], max_num_batched_tokens=512)
+    engine.core.loop._runner._clock = lambda: now[0]
+    for name, prompt, most in (("prompt", [3] * 400, 1), ("decode", [3], 60), ("small", [3] * 3, 1)):
+        engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=most))
+        drain(engine)
+    engine.add_request("again", [4] * 400, SHORT.with_changes(ttft_deadline=0.5))  # takes 0.45 s
+    drain(engine)
+    assert engine.pop_output("again").outputs[0].finish_reason == "length"
+
+
+def test_a_cached_prompt_is_not_given_up_for_its_length() -> None:
+    now = [0.0]
+
+    class Clocked(ScriptedModel):
+        def forward(self, batch, storage):
+            now[0] += int(batch.lengths.sum()) / 1000
+            return super().forward(batch, storage)
+
+    engine = make_engine(
+        Clocked(), clock=lambda: now[0], max_num_batched_tokens=512, prefix_caching="bounded", window_entries=4
+    )
+    engine.core.loop._runner._clock = lambda: now[0]
+    engine.add_request("cold", [3] * 400, SHORT)
+    drain(engine)
+    engine.add_request("hot", [3] * 400, SHORT.with_changes(ttft_deadline=0.3))  # 0.4 s without the cache
+    engine.add_request("cold too", [4] * 400, SHORT.with_changes(ttft_deadline=0.3))
+    drain(engine)
+    assert engine.pop_output("hot").outputs[0].finish_reason == "length"
+    assert engine.pop_output("cold too").outputs[0].finish_reason == "deadline"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ def sequence_of(tokens: np.ndarray, salt: str = "") -> Sequence:
     request = EngineRequest(
         number=0, request_id="r", prompt_token_ids=tokens, params=SamplingParams(), max_tokens=1, salt=salt
     )
-    return Sequence(request, index=0, seed=0, limit=len(tokens) + 1, chain=chain, token_ids=tokens, siblings=[])
+    return Sequence(
+        request, index=0, seed=0, arrival=0.0, limit=len(tokens) + 1, chain=chain, token_ids=tokens, siblings=[]
+    )
 
 
 def with_other_token(position: int, length: int = MOST) -> np.ndarray:
