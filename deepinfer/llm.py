@@ -2,7 +2,8 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -127,8 +128,10 @@ class LLM:
         )
         self.settings: Settings = chosen
         self._ids = count()
-        self._lock = RLock()  # around every touch of the engine: threads share its steps, and their requests its batch
+        self._lock = RLock()  # threads share the engine's steps, and their requests its batch: see _turn
+        self._in_turn = False
         self._streams: dict[str, deque[SequenceDelta]] = {}
+        self._abandoned: deque[str] = deque()  # requests that nobody waits for any more, to be discarded between turns
         if verbose:
             print(chosen.describe(self.path, self.config, self.engine_config), file=sys.stderr)
 
@@ -153,16 +156,14 @@ class LLM:
         work = self._checked(prompts, sampling_params, prompt_token_ids, add_bos)
         request_ids = [str(next(self._ids)) for _ in work]
         try:
-            with self._lock:
+            with self._turn():
                 for request_id, (text, ids, params) in zip(request_ids, work, strict=True):
                     self.engine.add_request(request_id, ids, params, prompt=text)
             self._run(set(request_ids), use_tqdm)
-            with self._lock:
+            with self._turn():
                 return [self.engine.pop_output(request_id) for request_id in request_ids]
         finally:
-            with self._lock:
-                for request_id in request_ids:
-                    self.engine.discard(request_id)  # does nothing to those that were handed over
+            self._abandon(request_ids)  # does nothing to those that were handed over
 
     def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, add_bos: bool = True
@@ -177,19 +178,18 @@ class LLM:
 
     def _stream(self, text: str | None, ids: np.ndarray, params: SamplingParams) -> Iterator[SequenceDelta]:
         request_id = str(next(self._ids))
-        with self._lock:
-            self.engine.add_request(request_id, ids, params, prompt=text)
-            arrived = self._streams[request_id] = deque()
+        arrived: deque[SequenceDelta] = deque()
         try:
-            while arrived or self.engine.is_unfinished(request_id):
+            with self._turn():
+                self._streams[request_id] = arrived
+                self.engine.add_request(request_id, ids, params, prompt=text)
+            while arrived or self._goes_on(request_id, arrived):
                 if not arrived:
                     self._step()
                 while arrived:
                     yield arrived.popleft()
         finally:
-            with self._lock:
-                del self._streams[request_id]
-                self.engine.discard(request_id)
+            self._abandon([request_id])  # the garbage collector may run this anywhere, in the middle of a step too
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits at every position of a sequence, float32 [n, vocab], on the CPU: row i predicts token i + 1.
@@ -210,15 +210,68 @@ class LLM:
         parts = []
         for start in range(0, len(ids), step):
             piece = ids[start : start + step]
-            with self._lock:
+            with self._turn():
                 self.engine.core.loop.wait()  # a forward pass has the CPU's threads to itself
                 parts.append(self.model.forward([Chunk(slot, start, piece, len(piece))], cache).cpu())
         cache.close(slot)
         return torch.cat(parts)
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine for one thread; every touch that may change it is made in a turn, and turns do not nest.
+
+        RuntimeError if the thread is in one: a finalizer or a signal handler has struck in the middle of a step.
+        """
+        try:
+            with self._lock:
+                if self._in_turn:
+                    raise RuntimeError("this LLM was called from within one of its own steps (by a finalizer?)")
+                try:
+                    self._in_turn = True
+                    yield
+                finally:
+                    self._in_turn = False
+        finally:
+            self._discard_abandoned()  # those who came in the meantime could not do it themselves
+
+    def _abandon(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more: they are discarded now, or when the turn that is under way ends.
+
+        Never waits and never touches an engine that is in use: the garbage collector may call it from any line of any
+        thread, with any lock held.
+        """
+        self._abandoned.extend(request_ids)
+        self._discard_abandoned()
+
+    def _discard_abandoned(self) -> None:
+        # Looked at again after every release: who comes while the lock is held leaves his to the holder.
+        while self._abandoned and self._lock.acquire(blocking=False):
+            try:
+                if self._in_turn:  # of this same thread; its end comes here again
+                    return
+                try:
+                    self._in_turn = True
+                    while self._abandoned:
+                        request_id = self._abandoned[0]
+                        self._streams.pop(request_id, None)
+                        self.engine.discard(request_id)
+                        self._abandoned.popleft()  # last, so that an interrupt loses none
+                finally:
+                    self._in_turn = False
+            finally:
+                self._lock.release()
+
+    def _goes_on(self, request_id: str, arrived: deque[SequenceDelta]) -> bool:
+        """Whether a stream may still get something. A request is over some lines before its last delta has arrived, so
+        its end counts only between turns."""
+        if self.engine.is_unfinished(request_id):
+            return True
+        with self._turn():
+            return bool(arrived)
+
     def _step(self) -> list[SequenceDelta]:
         """One engine step; what belongs to an open stream is kept for it, whoever made the step."""
-        with self._lock:
+        with self._turn():
             if not self.engine.has_unfinished:  # another thread's step has just ended the last one
                 return []
             deltas = self.engine.step()

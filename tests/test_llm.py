@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -228,6 +230,107 @@ def test_a_batch_in_the_middle_of_a_stream_loses_nothing(llm) -> None:
         ids = ids + delta.token_ids
     assert [ids] == [o.token_id for o in llm.generate("abc", params, use_tqdm=False)[0].outputs]
     assert len(batch[0]) == 4
+
+
+class Holder:
+    """Keeps itself alive until the garbage collector comes, and something else with it."""
+
+    def __init__(self, kept: object) -> None:
+        self.kept, self.me = kept, self
+
+
+LONG_ANSWER = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+@pytest.mark.parametrize("place", ["_decode", "schedule", "finish"])
+def test_a_stream_collected_in_the_middle_of_a_step_hurts_nobody(llm, monkeypatch, place) -> None:
+    (expected,) = tokens(ask(llm, PROMPTS[:1], GREEDY))
+    scheduler, collected = llm.engine.scheduler, []
+    original = getattr(scheduler, place)
+
+    def strike(*arguments):
+        result = original(*arguments)
+        collected.append(gc.collect())
+        return result
+
+    gc.disable()
+    try:
+        stream = llm.stream(PROMPTS[1], LONG_ANSWER)
+        next(stream)
+        holder = Holder(stream)
+        del stream, holder
+        monkeypatch.setattr(scheduler, place, strike)
+        (got,) = tokens(ask(llm, PROMPTS[:1], GREEDY))
+    finally:
+        gc.enable()
+    assert collected[0] > 0 and got == expected  # the fixture checks that the stream's blocks are free
+
+
+def test_a_stream_that_nobody_holds_any_more_is_freed_at_once_on_an_idle_llm(llm) -> None:
+    stream = llm.stream(PROMPTS[0], LONG_ANSWER)
+    next(stream)
+    assert llm.engine.has_unfinished
+    del stream
+    assert_all_free(llm.engine.cache)
+    assert not llm.engine.has_unfinished and not llm._streams and not llm._abandoned
+
+
+def test_a_stream_closed_while_another_thread_holds_the_engine_does_not_wait_and_is_freed_after(llm) -> None:
+    stream = llm.stream(PROMPTS[0], LONG_ANSWER)
+    next(stream)
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with llm._turn():
+            held.set()
+            assert go_on.wait(60)
+
+    with ThreadPoolExecutor(1) as threads:
+        holding = threads.submit(hold)
+        assert held.wait(60)
+        stream.close()
+        assert llm.engine.has_unfinished
+        go_on.set()
+        holding.result(timeout=60)
+    assert not llm.engine.has_unfinished and not llm._streams
+
+
+def test_a_call_from_within_a_step_is_refused_and_changes_nothing(llm, monkeypatch) -> None:
+    (expected,) = tokens(ask(llm, PROMPTS[:1], GREEDY))
+    scheduler, refused = llm.engine.scheduler, []
+    original = scheduler.schedule
+
+    def nested(*arguments):
+        with pytest.raises(RuntimeError, match="from within one of its own steps"):
+            ask(llm, PROMPTS[1:2], GREEDY)
+        refused.append(True)
+        return original(*arguments)
+
+    monkeypatch.setattr(scheduler, "schedule", nested)
+    assert tokens(ask(llm, PROMPTS[:1], GREEDY)) == [expected] and refused
+
+
+def test_a_stream_gets_its_last_delta_though_another_thread_made_the_step(llm, monkeypatch) -> None:
+    """The request is over in the engine before what it said has reached the stream."""
+    stream = llm.stream(PROMPTS[0], GREEDY.with_changes(max_tokens=2))
+    first = next(stream)
+    stepped, go_on = threading.Event(), threading.Event()
+    original = llm.engine.step
+
+    def slow():
+        deltas = original()
+        stepped.set()
+        assert go_on.wait(60)
+        return deltas
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(llm._step)
+        assert stepped.wait(60)
+        rest = threads.submit(list, stream)
+        threading.Timer(0.05, go_on.set).start()
+        assert other.result(timeout=60)
+        assert sum(len(delta.token_ids) for delta in [first, *rest.result(timeout=60)]) == 2
 
 
 def test_an_interrupted_call_frees_everything(llm, monkeypatch) -> None:
