@@ -16,6 +16,7 @@ from tqdm import tqdm
 from deepinfer.cache import Cache
 from deepinfer.codec.tokenizer import Tokenizer
 from deepinfer.config import blocks_for, check_whole_number
+from deepinfer.engine.admission import check_label
 from deepinfer.engine.build import build_core, engine_config
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.errors import InvalidRequestError
@@ -143,22 +144,26 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
         add_bos: bool = True,
+        tenant: str = "",
+        salt: str = "",
     ) -> list[RequestOutput]:
         """Completes every prompt; outputs in the order of the prompts.
 
         Give prompts (text) or prompt_token_ids (used as they are), not both. Prompt text is trusted: spellings of
         control tokens in it become control tokens. add_bos puts the begin token in front, unless the text starts with
-        its spelling. sampling_params: one for all, or one per prompt.
+        its spelling. sampling_params: one for all, or one per prompt. tenant: with queue_policy "fair", whose share the
+        prompts count against. salt: they share cached prefixes only with prompts of the same salt.
 
         Everything is checked before anything starts: an error (InvalidRequestError) names the prompt's index and the
         field, and none of the others has run. If a step fails or the call is interrupted, all blocks are freed.
         """
+        _check_labels(tenant, salt)
         work = self._checked(prompts, sampling_params, prompt_token_ids, add_bos)
         request_ids = [str(next(self._ids)) for _ in work]
         try:
             with self._turn():
                 for request_id, (text, ids, params) in zip(request_ids, work, strict=True):
-                    self.engine.add_request(request_id, ids, params, prompt=text)
+                    self.engine.add_request(request_id, ids, params, prompt=text, tenant=tenant, salt=salt)
             self._run(set(request_ids), use_tqdm)
             with self._turn():
                 return [self.engine.pop_output(request_id) for request_id in request_ids]
@@ -166,23 +171,33 @@ class LLM:
             self._abandon(request_ids)  # does nothing to those that were handed over
 
     def stream(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, add_bos: bool = True
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_bos: bool = True,
+        tenant: str = "",
+        salt: str = "",
     ) -> Iterator[SequenceDelta]:
-        """Completes one prompt (text or token ids) and yields what each step adds. Leaving the loop early aborts it."""
+        """Completes one prompt (text or token ids) and yields what each step adds. Leaving the loop early aborts it.
+        add_bos, tenant, salt: as of `generate`."""
+        _check_labels(tenant, salt)
         if isinstance(prompt, str):
             work = self._checked(prompt, sampling_params, None, add_bos)
         else:
             work = self._checked(None, sampling_params, [list(prompt)], add_bos)
         ((text, ids, params),) = work
-        return self._stream(text, ids, params)
+        return self._stream(text, ids, params, tenant, salt)
 
-    def _stream(self, text: str | None, ids: np.ndarray, params: SamplingParams) -> Iterator[SequenceDelta]:
+    def _stream(
+        self, text: str | None, ids: np.ndarray, params: SamplingParams, tenant: str, salt: str
+    ) -> Iterator[SequenceDelta]:
         request_id = str(next(self._ids))
         arrived: deque[SequenceDelta] = deque()
         try:
             with self._turn():
                 self._streams[request_id] = arrived
-                self.engine.add_request(request_id, ids, params, prompt=text)
+                self.engine.add_request(request_id, ids, params, prompt=text, tenant=tenant, salt=salt)
             while arrived or self._goes_on(request_id, arrived):
                 if not arrived:
                     self._step()
@@ -334,6 +349,11 @@ class LLM:
         if isinstance(entry, Sequence) and not isinstance(entry, bytes):
             return None, list(entry)
         raise InvalidRequestError("prompt", f"must be a text or a list of token ids, got {type(entry).__name__}")
+
+
+def _check_labels(tenant: object, salt: object) -> None:
+    for field, value in (("tenant", tenant), ("salt", salt)):
+        check_label(field, value)
 
 
 def _prompt_list(prompts: object, prompt_token_ids: object) -> list:

@@ -370,6 +370,46 @@ def test_a_progress_line_comes_each_n_steps(tiny_checkpoint: Path, monkeypatch, 
     assert "running 2, waiting 0" in lines[0]
 
 
+# -- whose a request is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "ended_before"), [("fair", 1), ("first-come", 4)])
+def test_a_tenants_one_prompt_does_not_wait_for_all_of_anothers_under_the_fair_policy(
+    tiny_checkpoint: Path, monkeypatch, policy: str, ended_before: int
+) -> None:
+    llm = LLM(tiny_checkpoint, max_model_len=256, max_num_seqs=1, queue_policy=policy, verbose=False)
+    step, counted = llm._step, []
+
+    def step_and_ask_as_another():
+        monkeypatch.setattr(llm, "_step", step)
+        llm._step()  # the first prompt of the many runs
+        ask(llm, PROMPTS[1:2], GREEDY, tenant="one")
+        counted.append(4 - len(llm.engine.outputs.unfinished()))
+        return []
+
+    monkeypatch.setattr(llm, "_step", step_and_ask_as_another)
+    assert len(ask(llm, [[0, *range(i, i + 30)] for i in range(3, 7)], GREEDY, tenant="many")) == 4
+    assert counted == [ended_before]
+
+
+def test_a_cached_prefix_is_shared_within_a_salt_only(tiny_checkpoint: Path) -> None:
+    llm = LLM(tiny_checkpoint, max_model_len=512, verbose=False)
+    hits = [ask(llm, [LONG], GREEDY, salt=salt)[0].cached_tokens > 0 for salt in ("a", "b", "a", "")]
+    assert hits == [False, False, True, False]
+    list(llm.stream([7, *LONG], GREEDY, salt="a"))
+    assert [ask(llm, [[7, *LONG]], GREEDY, salt=salt)[0].cached_tokens > 0 for salt in "ba"] == [False, True]
+
+
+@pytest.mark.parametrize("field", ["tenant", "salt"])
+@pytest.mark.parametrize("value", [None, 5, b"x", "x" * 257, "\ud800"])
+def test_a_tenant_or_salt_that_is_no_text_is_named_and_nothing_has_run(llm, monkeypatch, field, value) -> None:
+    monkeypatch.setattr(llm.model, "forward", lambda *_: pytest.fail("the engine ran"))
+    with pytest.raises(InvalidRequestError, match=f"^{field}: "):
+        ask(llm, PROMPTS[:1], GREEDY, **{field: value})
+    with pytest.raises(InvalidRequestError, match=f"^{field}: "):
+        llm.stream(PROMPTS[0], GREEDY, **{field: value})  # before the first step is asked for
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
