@@ -106,7 +106,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DEEPINFER_BATCH_INVARIANT", "batch_invariant", "0, 1", _switch, False,
-        "Use only kernels whose result does not depend on the other rows of a batch.", "kernels/select.py",
+        "Use only kernels whose result does not depend on the other rows of a batch. 1 is refused for now: not every "
+        "path can promise it.", "LLM, engine",
     ),
     Variable(
         "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "yoco_truncation_mode", "compact, off",

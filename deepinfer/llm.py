@@ -22,7 +22,7 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.settings import Settings, resolve_settings
+from deepinfer.engine.settings import Settings, check_seed, resolve_settings
 from deepinfer.model import Chunk, load_model
 from deepinfer.model.hub import resolve_model
 
@@ -44,7 +44,8 @@ class LLM:
     layers after the last KV source on a prompt's last yoco_keep_tokens only, an approximation; None = as the
     environment says. overlap: schedule the next step while one runs; None = on a GPU. queue_policy: "first-come", or
     "fair" between tenants. window_store_bytes, offload_bytes: host memory for windows of cached prefixes and for
-    preempted sequences; None = a share.
+    preempted sequences; None = a share, of which offload_bytes gets none on a CPU. 0 = windows, or what was preempted,
+    are computed again.
 
     ep, dp, cp, nextn and batch_invariant are part of the interface; what of it works is decided in engine/settings.py,
     and anything that cannot be had is refused with a reason or stated in the printed settings.
@@ -83,6 +84,7 @@ class LLM:
         for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks)):
             if size is not None:
                 check_whole_number(name, size)
+        check_seed(seed)
         chosen = resolve_settings(
             device=device,
             dtype=dtype,

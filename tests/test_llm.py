@@ -455,11 +455,15 @@ def test_logits_refuse_what_the_model_cannot_read(llm) -> None:
         ("num_blocks", 0), ("prefix_mode", "off"), ("enable_prefix_caching", "exact"), ("kv_format", "fp8"),
         ("kv_format", "packed"), ("yoco_truncation", "on"), ("overlap", 1), ("queue_policy", "lifo"),
         ("window_store_bytes", -1), ("window_store_bytes", 100), ("window_store_bytes", 1 << 60),
-        ("offload_bytes", 1.5), ("offload_bytes", 1 << 60),
+        ("offload_bytes", 1.5), ("offload_bytes", 1 << 60), ("offload_bytes", 1000), ("gpu_memory_utilization", "x"),
+        ("gpu_memory_utilization", None), ("gpu_memory_utilization", True), ("gpu_memory_utilization", math.nan),
+        ("seed", "x"), ("seed", 1.5), ("seed", True), ("seed", -1), ("seed", 1 << 64), ("yoco_keep_tokens", "x"),
+        ("yoco_keep_tokens", 1.5), ("yoco_keep_tokens", 0), ("max_num_batched_tokens", "x"),
+        ("max_num_batched_tokens", 64.5),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_by_name(tiny_checkpoint: Path, argument: str, value: object) -> None:
-    with pytest.raises(ValueError, match=argument):
+    with pytest.raises(ValueError, match=f"^{argument}: "):
         LLM(tiny_checkpoint, verbose=False, **{"max_model_len": 256, argument: value})  # type: ignore[arg-type]
 
 
@@ -509,6 +513,12 @@ def test_a_refusal_names_the_nearest_setting_that_works(tiny_checkpoint: Path) -
     for arguments, advice in (
         ({"kv_format": "packed"}, 'use kv_format "float32", or dtype "bfloat16"'),
         ({"yoco_truncation": "compact", "yoco_keep_tokens": 21}, "whole number >= 22"),
+        (
+            {"yoco_truncation": "compact", "yoco_keep_tokens": 65537},
+            "65537 is more than the model's 65536 positions, .*; use at most that",
+        ),
+        ({"offload_bytes": 196_607}, "196,607 bytes do not hold one block of 196,608; use at least that, or 0"),
+        ({"prefix_mode": "off"}, "prefix_mode: .* enable_prefix_caching=False"),
         ({"window_store_bytes": 1000}, "do not hold one window of 65,536; use at least that, or 0"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "raise the first or lower the second"),
         ({"num_blocks": 1}, r"use num_blocks >= 2 or max_model_len <= 128"),
@@ -568,8 +578,16 @@ def test_environment_gives_the_defaults(monkeypatch) -> None:
     settings = resolve_settings(**options)
     assert (settings.device.type, settings.dtype, settings.notes) == ("cpu", "float32", ())
     monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "1")
-    with pytest.raises(ValueError, match="batch_invariant"):
+    with pytest.raises(ValueError, match=r"^DEEPINFER_BATCH_INVARIANT: .* unset it, or pass batch_invariant=False"):
         resolve_settings(**options)
+    with pytest.raises(ValueError, match=r"^batch_invariant: .* use batch_invariant=False"):
+        resolve_settings(**options | {"batch_invariant": True})
+    assert resolve_settings(**options | {"batch_invariant": False}).device.type == "cpu"
+
+
+def test_keep_tokens_without_truncation_are_said_to_be_without_effect(tiny_checkpoint: Path, capsys) -> None:
+    LLM(tiny_checkpoint, device="cpu", max_model_len=256, yoco_keep_tokens=1 << 30)
+    assert 'yoco_keep_tokens 1073741824 without effect: yoco_truncation is "off"' in capsys.readouterr().err
 
 
 def test_decode_perplexity_comes_from_the_token_logprobs(llm) -> None:

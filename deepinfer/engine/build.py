@@ -17,7 +17,7 @@ from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.runner import ModelRunner
-from deepinfer.engine.settings import Settings, check_keep_tokens
+from deepinfer.engine.settings import Settings, check_keep_tokens, check_seed
 from deepinfer.engine.sizing import divide_memory, fit
 from deepinfer.kernels.device import free_memory
 from deepinfer.model.backbone import DeepseekV41
@@ -38,6 +38,7 @@ def engine_config(
 
     ValueError naming the argument that does not fit this model or this memory, with the nearest that does.
     """
+    check_seed(seed)
     if settings.truncation:
         check_keep_tokens(settings.keep_tokens, model)
         if (problem := model.narrowing_obstacle()) is not None:
@@ -53,6 +54,12 @@ def engine_config(
         window_store_bytes=settings.window_store_bytes,
         offload_bytes=settings.offload_bytes,
     )
+    per_block = block_bytes(model, settings.kv_format)
+    if settings.offload_bytes and per_block > settings.offload_bytes:
+        raise ValueError(
+            f"offload_bytes: {settings.offload_bytes:,} bytes do not hold one block of {per_block:,}; use at least "
+            f"that, or 0 to compute preempted sequences again"
+        )
     per_window = window_entry_bytes(model, settings.kv_format) if settings.prefix_caching != "off" else 0
     if settings.window_store_bytes and per_window > settings.window_store_bytes:
         raise ValueError(
@@ -65,7 +72,7 @@ def engine_config(
         max_model_len=max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        bytes_per_block=block_bytes(model, settings.kv_format),
+        bytes_per_block=per_block,
         bytes_per_slot=slot_bytes(model, settings.kv_format, 0, replicas=keeps_windows),
         memory=memory.blocks,
         num_blocks=num_blocks,

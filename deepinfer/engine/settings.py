@@ -8,7 +8,15 @@ import torch
 
 from deepinfer.cache.formats import block_bytes, format_problem, window_entry_bytes
 from deepinfer.cache.prefix import ReplayPolicy
-from deepinfer.config import BLOCK_SIZE, KV_FORMATS, PREFIX_MODES, QUEUE_POLICIES, VERIFY_ROWS, EngineConfig
+from deepinfer.config import (
+    BLOCK_SIZE,
+    KV_FORMATS,
+    PREFIX_MODES,
+    QUEUE_POLICIES,
+    VERIFY_ROWS,
+    EngineConfig,
+    check_whole_number,
+)
 from deepinfer.env import VARIABLES, read_environment
 from deepinfer.kernels import select
 from deepinfer.kernels.device import resolve_device
@@ -118,15 +126,32 @@ def resolve_settings(
         raise ValueError(f"WORLD_SIZE={environment.world_size}: several ranks are not built yet; run one process")
     if batch_invariant or (batch_invariant is None and environment.batch_invariant):
         # torch's CPU and CUDA matrix products choose their blocking by the number of rows
-        raise ValueError(
-            "batch_invariant: not every path of this version promises bit-equal logits across batch sizes; use "
-            "batch_invariant=False (float32 on a CPU with its kernels is bit-equal without being asked)"
+        asked, way_out = (
+            ("batch_invariant", "use batch_invariant=False")
+            if batch_invariant
+            else ("DEEPINFER_BATCH_INVARIANT", "set it to 0 or unset it, or pass batch_invariant=False")
         )
-    if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization: must be above 0 and at most 1, got {gpu_memory_utilization!r}")
+        raise ValueError(
+            f"{asked}: not every path of this version promises bit-equal logits across batch sizes; {way_out} (float32 "
+            "on a CPU with its kernels is bit-equal without being asked)"
+        )
+    if (
+        not isinstance(gpu_memory_utilization, (int, float))
+        or isinstance(gpu_memory_utilization, bool)
+        or not 0 < gpu_memory_utilization <= 1
+    ):
+        raise ValueError(
+            f"gpu_memory_utilization: must be a number above 0 and at most 1, got {gpu_memory_utilization!r}"
+        )
+    if max_num_batched_tokens is not None:
+        check_whole_number("max_num_batched_tokens", max_num_batched_tokens)
+    if yoco_keep_tokens is not None:
+        check_whole_number("yoco_keep_tokens", yoco_keep_tokens)
     wished_drafts = environment.nextn_decode if nextn is None else nextn
     if not isinstance(wished_drafts, int) or isinstance(wished_drafts, bool) or wished_drafts < 0:
         raise ValueError(f"nextn: must be a whole number >= 0, got {nextn!r}")
+    if prefix_mode == "off":
+        raise ValueError("prefix_mode: how cached prefixes are used; to use none, say enable_prefix_caching=False")
     _check_word("prefix_mode", prefix_mode, tuple(mode for mode in PREFIX_MODES if mode != "off"))
     _check_word("queue_policy", queue_policy, QUEUE_POLICIES)
     _check_switch("enable_prefix_caching", enable_prefix_caching)
@@ -138,6 +163,8 @@ def resolve_settings(
     truncation = environment.yoco_truncation_mode if yoco_truncation is None else yoco_truncation
     _check_word("yoco_truncation", truncation, TRUNCATION_MODES)
     notes = []
+    if truncation == "off" and yoco_keep_tokens is not None:
+        notes.append(f'yoco_keep_tokens {yoco_keep_tokens} without effect: yoco_truncation is "off"')
     if wished_drafts:
         notes.append(f"nextn 0 instead of {wished_drafts}: drafting is not built yet")
     idle = [v for v in VARIABLES if v.planned and getattr(environment, v.field) != v.default]
@@ -178,13 +205,25 @@ def resolve_settings(
 
 
 def check_keep_tokens(keep_tokens: int, model: ModelConfig) -> None:
-    """ValueError unless truncation keeps enough rows to fill a window and one verify step."""
+    """ValueError unless truncation keeps enough rows to fill a window and one verify step, and leaves some out of the
+    longest prompt."""
     least = model.sliding_window + VERIFY_ROWS
     if not isinstance(keep_tokens, int) or isinstance(keep_tokens, bool) or keep_tokens < least:
         raise ValueError(
             f"yoco_keep_tokens: must be a whole number >= {least} (window {model.sliding_window} + {VERIFY_ROWS} rows "
             f"of a verify step), got {keep_tokens!r}"
         )
+    if keep_tokens > model.max_position_embeddings:
+        raise ValueError(
+            f"yoco_keep_tokens: {keep_tokens} is more than the model's {model.max_position_embeddings} positions, so "
+            f'nothing would ever be left out; use at most that, or yoco_truncation "off"'
+        )
+
+
+def check_seed(seed: object) -> None:
+    """ValueError unless it is a seed, or None for randomness."""
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64):
+        raise ValueError(f"seed: must be a whole number from 0 to 2**64 - 1, or None for randomness, got {seed!r}")
 
 
 def _check_word(name: str, value: object, known: tuple[str, ...], *more: str) -> None:
