@@ -157,7 +157,8 @@ class AsyncEngineClient:
         EngineDrainingError and EngineDeadError mean that another engine may do better; EngineStepError: a step failed
         and took this request with it.
         """
-        stream = self._submit(prompt_token_ids, params or SamplingParams(), request_id, prompt, tenant, salt)
+        params = SamplingParams() if params is None else params
+        stream = self._submit(prompt_token_ids, params, request_id, prompt, tenant, salt)
         number, name = stream.request.number, stream.request.request_id
         try:
             while self._processor.is_unfinished(name) or not stream.arrived.empty():
@@ -212,6 +213,8 @@ class AsyncEngineClient:
         name = f"{self._connection.identity.hex()}-{number}" if request_id is None else request_id
         for label, value in (("request_id", name), ("tenant", tenant), ("salt", salt)):
             check_label(label, value)
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
         if self._processor.is_known(name):
             raise InvalidRequestError("request_id", f"{name!r} is already in use")
         if params.stop and not self._processor.reads_text:

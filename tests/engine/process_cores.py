@@ -14,12 +14,10 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from deepinfer.cache.manager import CacheManager
 from deepinfer.config import EngineConfig
 from deepinfer.engine import build
 from deepinfer.engine.core import EngineCore
@@ -60,8 +58,7 @@ def tiny_core(path: Path, startup: Startup, **changes: Any) -> EngineCore:
     """A core on the tiny checkpoint; the process has a thread, as the tests' own."""
     torch.set_num_threads(1)
     startup.progress("weights", 0.5)
-    build.CacheManager = SimpleNamespace(for_model=partial(CacheManager.for_model, on_event=startup.on_event))  # type: ignore
-    return build.build_core(path, load_model(path), EngineConfig(**{**SIZES, **changes}))
+    return build.build_core(path, load_model(path), EngineConfig(**{**SIZES, **changes}), on_event=startup.on_event)
 
 
 def faulty_core(path: Path, startup: Startup, **changes: Any) -> EngineCore:
@@ -73,6 +70,12 @@ def faulty_core(path: Path, startup: Startup, **changes: Any) -> EngineCore:
 def failing_core(startup: Startup) -> EngineCore:
     """Cannot be made."""
     raise ValueError("config.json: num_hidden_layers: must be at least 1")
+
+
+def failing_late_core(startup: Startup) -> EngineCore:
+    """Cannot be made, and takes a moment to find out."""
+    time.sleep(1)
+    raise RuntimeError("no such layer")
 
 
 def loading_core(startup: Startup) -> EngineCore:
