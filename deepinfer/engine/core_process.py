@@ -27,7 +27,7 @@ import msgspec
 from deepinfer.cache.events import EventBuffer
 from deepinfer.engine import wire
 from deepinfer.engine.core_routes import Routes
-from deepinfer.engine.core_socket import Broken, CoreSocket, Gone, Health, Orphaned, Received
+from deepinfer.engine.core_socket import Broken, CoreSocket, Gone, Health, Orphaned, Received, Swept
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
 from deepinfer.engine.step_output import StepOutput
 from deepinfer.engine.stop import FinishReason
@@ -101,7 +101,8 @@ class CoreProcess:
         self._new: OrderedDict[tuple[bytes, int], wire.Add] = OrderedDict()  # requests not let in yet
         self._subscribers: set[bytes] = set()
         self._rejections: dict[str, int] = {}
-        self._draining = False
+        self._asked_to_drain = False
+        self._draining = False  # what arrives from now on is refused
         self._deadline: float | None = None  # of the drain
         self._exit_code: int | None = None
         self._failures = 0  # steps in a row
@@ -160,6 +161,8 @@ class CoreProcess:
                 self._forget_client(client, reason)
             case Signalled(number):
                 self._take_signal(number)
+            case Swept():
+                self._begin_drain()
             case Orphaned():
                 logger.warning("the process that started this engine is gone")
                 self._exit_code = 1
@@ -173,7 +176,10 @@ class CoreProcess:
         elif not self._routes.knows(client):
             return  # taken for dead meanwhile
         elif isinstance(message, wire.Add):
-            if self._new.setdefault((client, message.number), message) is not message:
+            if self._draining:
+                text = "the engine is draining and takes no new requests; send it to another one"
+                self._refuse(client, message.number, "engine", text, draining=True)
+            elif self._new.setdefault((client, message.number), message) is not message:
                 self._refuse(client, message.number, "number", f"{message.number} is in use")
         elif isinstance(message, wire.Abort):
             self._abort(client, message)
@@ -202,10 +208,6 @@ class CoreProcess:
 
     def _add(self, client: bytes, message: wire.Add) -> None:
         theirs = message.number
-        if self._draining:
-            text = "the engine is draining and takes no new requests; send it to another one"
-            self._refuse(client, theirs, "engine", text, draining=True)
-            return
         if theirs < 0 or self._routes.find(client, theirs) is not None:
             self._refuse(client, theirs, "number", f"{theirs} is negative or in use")
             return
@@ -304,19 +306,23 @@ class CoreProcess:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _take_signal(self, number: int) -> None:
-        if number == signal.SIGTERM and not self._draining:
+        if number == signal.SIGTERM and not self._asked_to_drain:
             self._drain("SIGTERM", self._drain_timeout)
         else:
             logger.warning("%s: ending at once", signal.Signals(number).name)
             self._exit_code = 128 + number
 
     def _drain(self, reason: str, timeout: float | None) -> None:
-        logger.info("draining (%s): %d requests to finish", reason, len(self._routes))
+        """What was sent before this may still lie in the socket: it is let in first."""
+        logger.info("draining (%s): %d requests to finish", reason, len(self._routes) + len(self._new))
         timeout = self._drain_timeout if timeout is None else timeout
+        self._deadline = None if timeout is None else self._clock() + timeout
+        self._asked_to_drain = True
+        self._socket.sweep()
+
+    def _begin_drain(self) -> None:
         self._draining = True
         self._health.state = "draining"
-        self._deadline = None if timeout is None else self._clock() + timeout
-        self.core.drain()
 
     def _end_everything(self) -> None:
         """Aborts what is left; its clients get the end of it, with what they have."""
@@ -337,20 +343,27 @@ def run_core(make_core: MakeCore, endpoint: str, *, drain_timeout: float | None 
     health = Health()
     parent = multiprocessing.parent_process()
     socket = CoreSocket(endpoint, health, inbox, orphan_sentinel=None if parent is None else parent.sentinel)
+    interruptible = True
 
     def on_signal(number: int, frame: object) -> None:
-        if health.state == "loading":
+        nonlocal interruptible
+        if interruptible:
+            interruptible = False
             raise StoppedWhileLoading(number)
+        socket.hurry()
         inbox.put(Signalled(number))  # SimpleQueue.put may interrupt another one in the same thread
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
     socket.start()
     try:
-        startup = Startup(health)
-        core = make_core(startup)
-        gc.collect()
-        gc.freeze()  # what is loaded stays; collections between steps need not look at it
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, on_signal)
+            startup = Startup(health)
+            core = make_core(startup)
+            gc.collect()
+            gc.freeze()  # what is loaded stays; collections between steps need not look at it
+        finally:
+            interruptible = False  # a signal must not strike what follows
         process = CoreProcess(core, socket, inbox, health, startup, drain_timeout=drain_timeout)
         code = process.serve()
         core.shutdown()
@@ -360,7 +373,8 @@ def run_core(make_core: MakeCore, endpoint: str, *, drain_timeout: float | None 
         socket.close(wire.Fatal(message=str(stopped)))
         return stopped.exit_code
     except Exception as error:
-        logger.critical("the engine ends with an error", exc_info=error)
+        refused = health.state == "loading" and isinstance(error, ValueError | OSError)  # it says itself what is wrong
+        logger.critical("the engine ends with an error: %s", error, exc_info=None if refused else error)
         socket.close(wire.Fatal(message=f"{type(error).__name__}: {error}"))
         return 1
 

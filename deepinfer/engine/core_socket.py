@@ -22,6 +22,8 @@ from deepinfer.engine import wire
 logger = logging.getLogger(__name__)
 
 _TURN_SECONDS = 0.05  # longest time that one turn only receives
+_QUIET_SECONDS = 0.05  # nothing has come for so long: what was sent before is here
+_SWEEP_SECONDS = 1.0  # longest time to wait for that
 
 
 class Received(NamedTuple):
@@ -34,6 +36,10 @@ class Gone(NamedTuple):
 
     client: bytes
     reason: str
+
+
+class Swept(NamedTuple):
+    """What clients had sent when `sweep` was called has been received."""
 
 
 class Orphaned(NamedTuple):
@@ -73,7 +79,7 @@ class Health:
 
 
 class CoreSocket(threading.Thread):
-    """Puts what clients say into `inbox` (Received, Gone, Orphaned, Broken) and sends what `send` is given.
+    """Puts what clients say into `inbox` (Received, Gone, Swept, Orphaned, Broken) and sends what `send` is given.
 
     orphan_sentinel: a file descriptor that becomes readable when the parent process ends. ValueError for an endpoint
     that cannot be bound.
@@ -113,7 +119,10 @@ class CoreSocket(threading.Thread):
         self._silent: dict[bytes, float] = {}  # seconds without a word, of every client that said Hello
         self._closing = False
         self._last_words: wire.Fatal | None = None  # answer to whoever still says Hello
-        self._last_beat = clock()
+        self._last_words_sent = False
+        self._hurries: SimpleQueue[None] = SimpleQueue()  # not an Event: a signal may strike whoever waits for it
+        self._sweep_began: float | None = None
+        self._last_heard = self._last_beat = clock()
 
     # -- called from other threads ----------------------------------------------------------------------------------
 
@@ -122,13 +131,23 @@ class CoreSocket(threading.Thread):
         self._outbox.put((client, wire.encode(message)))
         self._wake()
 
+    def sweep(self) -> None:
+        """Reads until the socket is empty, then puts `Swept` behind what came."""
+        self._sweep_began = self._clock()
+        self._wake()
+
+    def hurry(self) -> None:
+        """Whoever owns this process wants it gone: `close` waits for no more clients. May be called by a signal."""
+        self._hurries.put(None)
+
     def close(self, last_words: wire.Fatal | None = None) -> None:
-        """Sends what is left and ends the thread. last_words: told to every client before that, also to one that says
-        Hello within half a second, because a model that fails to load can fail before anyone has connected."""
+        """Sends what is left and ends the thread. last_words: told to every client at once, also to one that says Hello
+        within half a second, because a model that fails to load can fail before anyone has connected."""
         if last_words is not None:
             self._last_words = last_words
             self._wake()
-            time.sleep(2 * wire.BEAT_SECONDS)
+            with contextlib.suppress(Empty):
+                self._hurries.get(timeout=2 * wire.BEAT_SECONDS)
         self._closing = True
         self._wake()
         self.join(timeout=5)
@@ -149,6 +168,7 @@ class CoreSocket(threading.Thread):
             while not self._closing:
                 self._turn(poller)
             self._send_waiting()
+            self._say_last_words()
         except Exception as error:
             logger.exception("the engine's socket failed")
             self._inbox.put(Broken(error))
@@ -159,6 +179,8 @@ class CoreSocket(threading.Thread):
 
     def _turn(self, poller: zmq.Poller) -> None:
         wait = self._last_beat + wire.BEAT_SECONDS - self._clock()
+        if self._sweep_began is not None:
+            wait = min(wait, _QUIET_SECONDS)
         ready = dict(poller.poll(max(0, int(wait * 1000) + 1)))
         if self._wakened.fileno() in ready or self._wakened in ready:
             self._drop_wakes()
@@ -169,8 +191,23 @@ class CoreSocket(threading.Thread):
             self._inbox.put(Orphaned())
         self._send_waiting()
         self._receive_waiting()
+        self._say_last_words()
+        if self._sweep_began is not None:
+            self._end_sweep(self._sweep_began)
         if self._clock() >= self._last_beat + wire.BEAT_SECONDS:
             self._beat()
+
+    def _end_sweep(self, began: float) -> None:
+        now = self._clock()
+        if now - max(began, self._last_heard) >= _QUIET_SECONDS or now - began >= _SWEEP_SECONDS:
+            self._sweep_began = None
+            self._inbox.put(Swept())
+
+    def _say_last_words(self) -> None:
+        if self._last_words is not None and not self._last_words_sent:
+            self._last_words_sent = True
+            for client in list(self._silent):
+                self._answer(client, self._last_words)
 
     def _drop_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -197,6 +234,7 @@ class CoreSocket(threading.Thread):
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._last_heard = self._clock()
             self._receive(client, frames)
 
     def _receive(self, client: bytes, frames: list[bytes]) -> None:

@@ -222,13 +222,15 @@ def test_aborts_at_random_moments_leave_no_block_in_use(endpoint: str) -> None:
         ([5, True], GREEDY, "prompt_token_ids"),
         ([5, 1 << 40], GREEDY, "prompt_token_ids"),
         ([5] * 512, GREEDY, "prompt"),
+        ([5], {"n": 1}, "sampling_params"),
+        ([5], {}, "sampling_params"),
         ([5], SamplingParams(stop="x"), "stop"),
         ([5], SamplingParams(min_tokens=600, max_tokens=None), "min_tokens"),
         ([5], SamplingParams(stop_token_ids=[512]), "stop_token_ids"),
         ([5], SamplingParams(logprobs=513), "logprobs"),
     ],
 )
-def test_a_refusal_travels_with_field_and_reason(endpoint: str, ids: Any, params: SamplingParams, field: str) -> None:
+def test_a_refusal_travels_with_field_and_reason(endpoint: str, ids: Any, params: Any, field: str) -> None:
     async def ask() -> None:
         async with await AsyncEngineClient.connect(endpoint) as client:
             with pytest.raises(InvalidRequestError) as caught:
@@ -329,9 +331,11 @@ def test_a_killed_engine_is_noticed_within_two_seconds_by_all_its_clients(
     run(watch())
 
 
-def test_a_model_that_cannot_be_loaded_says_why() -> None:
+def test_a_model_that_cannot_be_loaded_says_why_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EngineDeadError, match="num_hidden_layers: must be at least 1"):
         run(AsyncEngineClient.start(cores.failing_core))
+    (line,) = capfd.readouterr().err.splitlines()  # no traceback, though its owner ends it in its last moments
+    assert "num_hidden_layers: must be at least 1" in line
 
 
 def test_loading_takes_its_time_and_can_be_stopped(tmp_path: Path) -> None:

@@ -389,6 +389,36 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(tiny_checkpoint: Path
         client.close()
 
 
+def test_sigterm_refuses_nothing_that_was_sent_before_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with cores.running(cores.tiny(tiny_checkpoint), tmp_path) as (endpoint, process):
+        client = RawClient(endpoint)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        for number in range(20):
+            client.add(number, prompt(number))
+        time.sleep(0.3)  # they lie in the socket
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGCONT)
+        client.finish(*range(20))
+        assert all(len(client.tokens[number]) == 8 for number in range(20))
+        client.wait(wire.Drained)
+        process.join(10)
+        assert process.exitcode == 0
+        client.close()
+
+
+def test_a_failed_start_is_told_at_once_and_a_signal_cuts_the_wait_short(tmp_path: Path) -> None:
+    with cores.running(cores.failing_late_core, tmp_path) as (endpoint, process):
+        client = RawClient(endpoint, hello=False)
+        client.say(wire.Hello(client="test"))
+        assert "no such layer" in client.wait(wire.Fatal).message
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(10)
+        assert process.exitcode == 1
+        client.close()
+
+
 def test_a_drain_that_takes_too_long_ends_the_rest(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with cores.running(cores.faulty(tiny_checkpoint), tmp_path, drain_timeout=0.5) as (endpoint, process):
         client = RawClient(endpoint)
