@@ -15,8 +15,11 @@ from conftest import assert_all_free
 from golden import golden_dir, load
 
 from deepinfer import LLM, InvalidRequestError, SamplingParams
+from deepinfer.cache.formats import block_bytes, staging_bytes
+from deepinfer.engine.build import engine_config
 from deepinfer.engine.settings import resolve_settings
 from deepinfer.engine.sizing import divide_memory, fit
+from deepinfer.model.presets import preset
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 PROMPTS = [[0, *range(3, 60)], [0, 40, 41], [0, *range(200, 219)], [0, *([77, 78] * 70)]]
@@ -565,6 +568,43 @@ def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made() -> None:
     with pytest.raises(ValueError, match=r"num_blocks: 9 .* at most 8 do"):
         fit(**options, max_num_seqs=4, bytes_per_slot=500, memory=10_000, num_blocks=9)
     assert fit(**options, max_num_seqs=4, bytes_per_slot=500, memory=10_000, num_blocks=8).num_blocks == 8
+
+
+def test_what_a_step_stages_is_taken_from_the_memory_for_blocks() -> None:
+    options = {"context": 1 << 20, "max_model_len": 128, "max_num_seqs": 4, "bytes_per_block": 1000,
+               "bytes_per_slot": 500, "memory": 10_000, "bytes_per_step_token": 50}  # fmt: skip
+    assert fit(**options, max_num_batched_tokens=100, num_blocks=3).num_blocks == 3  # 10,000 - 4 x 500 - 100 x 50
+    with pytest.raises(ValueError, match=r"num_blocks: 4 .* at most 3 do"):
+        fit(**options, max_num_batched_tokens=100, num_blocks=4)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens: 201 .* 10,050 bytes .* at most 200 fit"):
+        fit(**options, max_num_batched_tokens=201)
+    with pytest.raises(ValueError, match=r"max_num_seqs: 4 .* 1,000 are free .* at most 2 fit"):
+        fit(**options, max_num_batched_tokens=180)
+
+
+def test_staging_bytes_are_what_a_full_step_makes_the_pool_grow_by(tiny_checkpoint: Path) -> None:
+    assert staging_bytes(preset("flash"), "packed", 32_768) == 692_060_160
+    llm = LLM(tiny_checkpoint, max_model_len=512, max_num_batched_tokens=256, verbose=False)
+    rings = llm.engine.core.loop._runner.storage.windows
+    ask(llm, [LONG], GREEDY)  # 256 rows at once, and then fewer
+    grown = rings.pool[:, rings.staging :]
+    assert grown.numel() * grown.element_size() == staging_bytes(llm.config, "float32", 256)
+
+
+def test_fewer_blocks_are_left_where_steps_are_larger(tiny_checkpoint: Path, monkeypatch) -> None:
+    """Both engines in the same memory: the difference is the rows that the larger step stages."""
+    config = preset("tiny")
+    per_block = block_bytes(config, "float32")
+    monkeypatch.setattr("deepinfer.engine.build.free_memory", lambda _: (1 << 28, 1 << 28))
+    blocks = []
+    for batched in (64, 4096):
+        settings = resolve_settings(
+            device="cpu", dtype="auto", max_num_seqs=4, max_num_batched_tokens=batched, gpu_memory_utilization=0.85,
+            ep=1, dp=None, cp=1, nextn=None, enable_prefix_caching=True, batch_invariant=None,
+        )  # fmt: skip
+        blocks.append(engine_config(settings, config).num_blocks)
+    difference = staging_bytes(config, "float32", 4096) - staging_bytes(config, "float32", 64)
+    assert abs((blocks[0] - blocks[1]) * per_block - difference) < per_block
 
 
 def test_environment_gives_the_defaults(monkeypatch) -> None:

@@ -115,6 +115,13 @@ def slot_bytes(config: ModelConfig, kv_format: str, drafts: int, *, replicas: bo
     return rings + stored + pairs * 2 * config.head_dim * torch.float32.itemsize + tokens
 
 
+def staging_bytes(config: ModelConfig, kv_format: str, max_num_batched_tokens: int) -> int:
+    """Bytes of the area behind the window rings in which a step puts its new rows: one per token in every layer."""
+    # at the real sizes and 32,768 tokens a step: 40 layers x 32,768 x 528 = 692,060,160
+    kind = KVFormat.named(kv_format)
+    return config.num_hidden_layers * max_num_batched_tokens * kind.window.bytes(config.head_dim)
+
+
 def lookback(config: ModelConfig) -> int:
     """Tokens before the current one that Engram's longest n-gram reads: 3 for 4-grams, 0 without Engram."""
     return max(config.engram_max_ngram_size - 1, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from deepinfer.cache.events import CacheEvent
-from deepinfer.cache.formats import LAYOUT_VERSION, block_bytes, slot_bytes, window_entry_bytes
+from deepinfer.cache.formats import LAYOUT_VERSION, block_bytes, slot_bytes, staging_bytes, window_entry_bytes
 from deepinfer.cache.hashing import namespace
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
@@ -75,6 +75,7 @@ def engine_config(
         bytes_per_block=per_block,
         bytes_per_slot=slot_bytes(model, settings.kv_format, 0, replicas=keeps_windows),
         memory=memory.blocks,
+        bytes_per_step_token=staging_bytes(model, settings.kv_format, 1),
         num_blocks=num_blocks,
         bytes_per_window=per_window,
         window_memory=memory.windows,

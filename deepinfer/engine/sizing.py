@@ -13,7 +13,7 @@ HOST_SHARE = 1 / 16  # of free host memory beside a GPU, for windows and for pre
 class CacheMemory(NamedTuple):
     """Bytes, before the exact number of blocks is known."""
 
-    blocks: int  # blocks and slots, on the device
+    blocks: int  # blocks, slots and what a step stages, on the device
     windows: int  # at most, on the host
     offload: int  # at most, on the host
 
@@ -63,19 +63,29 @@ def fit(
     bytes_per_block: int,
     memory: int,
     bytes_per_slot: int = 0,
+    bytes_per_step_token: int = 0,
     num_blocks: int | None = None,
     bytes_per_window: int = 0,
     window_memory: int = 0,
     **others: Any,
 ) -> EngineConfig:
-    """An EngineConfig that fits into `memory` bytes for blocks and slots and `window_memory` bytes for windows.
+    """An EngineConfig that fits into `memory` bytes for blocks, slots and what a step stages, and `window_memory` bytes
+    for windows.
 
     context: the model's longest sequence. max_model_len None: as long as model and memory allow. num_blocks None: all
-    max_num_seqs sequences at full length if that fits, else as many blocks as fit. bytes_per_window 0: no windows are
-    kept. others: further fields of EngineConfig. ValueError with the nearest setting that works.
+    max_num_seqs sequences at full length if that fits, else as many blocks as fit. bytes_per_step_token: what each of
+    the max_num_batched_tokens stages. bytes_per_window 0: no windows are kept. others: further fields of EngineConfig.
+    ValueError with the nearest setting that works.
     """
     if max_model_len is not None and max_model_len > context:
         raise ValueError(f"max_model_len: {max_model_len} is more than the model's {context} positions")
+    staged = bytes_per_step_token * max_num_batched_tokens
+    if staged > memory:
+        raise ValueError(
+            f"max_num_batched_tokens: {max_num_batched_tokens} tokens per step need {staged:,} bytes to stage their "
+            f"window records, {memory:,} are free for the cache; at most {memory // bytes_per_step_token} fit"
+        )
+    memory -= staged
     if bytes_per_slot * max_num_seqs > memory:
         raise ValueError(
             f"max_num_seqs: {max_num_seqs} sequences need {bytes_per_slot * max_num_seqs:,} bytes for their windows, "
