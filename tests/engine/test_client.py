@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import random
 import signal
@@ -371,6 +372,32 @@ def test_an_engine_can_be_reached_over_tcp(tiny_checkpoint: Path, tmp_path: Path
 
     with cores.running(cores.tiny(tiny_checkpoint), tmp_path, endpoint=f"tcp://127.0.0.1:{port}") as (endpoint, _):
         run(ask(endpoint))
+
+
+def test_a_core_is_described_by_the_arguments_of_llm(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = inspect.signature(LLM.__init__).parameters
+    for name, ours in inspect.signature(ModelCore.of).parameters.items():
+        assert name == "verbose" or ours.default == theirs[name].default, name
+    monkeypatch.setenv("DEEPINFER_HF_MODEL_DIR", str(tiny_checkpoint))
+    for core in (ModelCore.of(num_blocks=9, prefix_mode="bounded"), ModelCore.of(tiny_checkpoint, num_blocks=9)):
+        assert (core.path, core.num_blocks, core.settings.max_num_seqs) == (tiny_checkpoint, 9, 32)
+    assert ModelCore.of(prefix_mode="bounded").settings.prefix_caching == "bounded"
+    with pytest.raises(TypeError, match="max_seqs"):
+        ModelCore.of(tiny_checkpoint, max_seqs=3)  # type: ignore[call-arg]
+    for wrong in ({"num_blocks": 0}, {"max_num_seqs": 2.5}, {"overlap": "yes"}, {"device": "abacus"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ModelCore.of(tiny_checkpoint, **wrong)
+
+
+def test_the_example_runs(tiny_checkpoint: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "async_client.py"
+    command = [sys.executable, str(script), "--model", str(tiny_checkpoint)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    *stream, cancelled, stats = done.stdout.splitlines()
+    assert {line[:5] for line in stream} == {"'The ", "'def "}
+    assert cancelled == "cancelled: True" and stats.endswith(" 0 requests running")
 
 
 ORPHAN_MAKER = """
