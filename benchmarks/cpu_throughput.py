@@ -213,6 +213,7 @@ def measure(options: argparse.Namespace) -> Json:
         options.model,
         device="cpu",
         nextn=0,
+        enable_prefix_caching=False,  # every repetition computes its prompt
         max_model_len=longest,
         max_num_seqs=most,
         max_num_batched_tokens=max(STEP_TOKENS, most),
