@@ -57,6 +57,7 @@ class Scheduler:
         self.failed: list[tuple[Sequence, Exception]] = []  # whose condition can never hold; taken by the core
         self._admitted = (0, 0)  # prompt tokens of sequences that started, and those of them that the cache had
         self._preempted: list[Sequence] = []  # taken by the core
+        self._unforked: list[Sequence] = []  # completions that found no room beside their prompt, within one step
         self.num_recomputed = self.num_offloaded = 0  # preemptions
         self._stop_ids = stop_ids
         self._decoding = np.empty(0, np.int64)  # slots of running sequences in DECODE, by order
@@ -79,6 +80,8 @@ class Scheduler:
         if self._prefill_is_due(draft):
             self._continue_prefills(draft)
             self._admit(draft, now)
+        while self._unforked:  # now that nobody walks the queue
+            self.add(self._unforked.pop(0))
         if draft.is_empty:
             return None
         self._steps_without_prefill = 0 if draft.num_prefill_tokens else self._steps_without_prefill + 1
@@ -280,7 +283,7 @@ class Scheduler:
             try:
                 child_slot, edits = self.manager.fork(slot, int(self.table.prefill_end[slot]))
             except CacheFullError:
-                self.add(child)  # it queues and computes the prompt itself: n may be larger than what fits at once
+                self._unforked.append(child)  # it computes the prompt itself: n may be larger than what fits at once
                 continue
             self.table.branch(slot, child_slot, child.index)
             child.chain = sequence.chain.copy()

@@ -183,6 +183,19 @@ def test_who_waits_long_moves_up_one_priority() -> None:
     assert order_of_ends(engine) == ["runs", "old", "new"]
 
 
+@pytest.mark.parametrize("policy", ["first-come", "fair"])
+def test_completions_that_find_no_room_while_others_are_let_in_wait_their_turn(policy: str) -> None:
+    """The queue is being walked when they come back to it."""
+    engine = make_engine(max_num_seqs=2, num_blocks=6, max_num_batched_tokens=256, queue_policy=policy)
+    wide = SamplingParams(n=5, temperature=0, max_tokens=3)
+    for i in range(4):
+        engine.add_request(str(i), [3 + i] * 20, wide.with_changes(priority=i % 2))
+    drain(engine)
+    for i in range(4):
+        assert [len(completion.token_id) for completion in engine.pop_output(str(i)).outputs] == [3] * 5
+    assert_all_free(engine.cache)
+
+
 # -- prefill and decode -----------------------------------------------------------------------------------------------
 
 
