@@ -356,7 +356,9 @@ class Scheduler:
         assert slot is not None
         done, known = int(table.done[slot]), int(table.known[slot])
         sequence.token_ids = table.tokens[slot, :known].copy()
-        if done >= self.config.offload_tokens and self.config.offload_bytes:
+        # A chunk in flight writes over the window before it; of a single row the rings keep what it takes.
+        whole = int(table.computed[slot]) - done <= 1
+        if whole and done >= self.config.offload_tokens and self.config.offload_bytes:
             sequence.ticket = self.manager.offload(slot, done)
             sequence.offloaded = done
         self.num_offloaded += sequence.ticket is not None
