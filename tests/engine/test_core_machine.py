@@ -123,23 +123,27 @@ VARIANTS = {
 }
 
 
-def check(options: dict, examples: int) -> None:
+def check(options: dict, examples: int, search: bool = False) -> None:
     machine = type("Machine", (CoreMachine,), {"options": options})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize=not search,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_tokens_are_those_of_a_lone_cold_run_whatever_happens(options) -> None:
-    check(options, examples=6)
+    check(options, examples=4)  # always the same ones; the slow test looks for new ones
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_same_at_length(options) -> None:
-    check(options, examples=15)
+    check(options, examples=15, search=True)
