@@ -15,14 +15,14 @@ from tqdm import tqdm
 
 from deepinfer.cache import Cache
 from deepinfer.codec.tokenizer import Tokenizer
-from deepinfer.config import blocks_for, check_whole_number
+from deepinfer.config import blocks_for
 from deepinfer.engine.admission import check_label
 from deepinfer.engine.build import build_core, engine_config
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.settings import Settings, check_seed, resolve_settings
+from deepinfer.engine.settings import Settings, check_seed, check_sizes, resolve_settings
 from deepinfer.model import Chunk, load_model
 from deepinfer.model.hub import resolve_model
 
@@ -80,10 +80,7 @@ class LLM:
         num_blocks: int | None = None,
         verbose: bool = True,
     ) -> None:
-        check_whole_number("max_num_seqs", max_num_seqs)
-        for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks)):
-            if size is not None:
-                check_whole_number(name, size)
+        check_sizes(max_num_seqs, max_model_len, num_blocks)
         check_seed(seed)
         chosen = resolve_settings(
             device=device,

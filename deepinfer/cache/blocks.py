@@ -113,11 +113,6 @@ class BlockPool:
         self.on_evict: Callable[[np.ndarray], None] | None = None
 
     @property
-    def num_free(self) -> int:
-        """Blocks without content."""
-        return self._num_free
-
-    @property
     def num_cached(self) -> int:
         """Blocks that nobody uses but that a prefix hit may still adopt."""
         return len(self._cached)

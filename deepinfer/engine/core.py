@@ -19,7 +19,7 @@ from deepinfer.engine.admission import check_request, check_token_ids
 from deepinfer.engine.blocked import Condition
 from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
-from deepinfer.engine.loop import OverlappedLoop, PlainLoop
+from deepinfer.engine.loop import Loop, OverlappedLoop, PlainLoop
 from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.meter import StepMeter
 from deepinfer.engine.plan import StepPlan
@@ -60,7 +60,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, manager, self._stop_ids)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.meter = StepMeter(self.scheduler, clock)
-        self.loop = OverlappedLoop(runner) if config.overlap else PlainLoop(runner)
+        self.loop: Loop = OverlappedLoop(runner) if config.overlap else PlainLoop(runner)
         self._vocab_size = vocab_size
         self._refused_ids = dict(refused_ids or {})
         self._namespace = namespace
@@ -93,7 +93,7 @@ class EngineCore:
             raise InvalidRequestError("number", f"{request.number} is already in use")
         prompt = request.prompt_token_ids
         chain = HashChain(self._namespace(request.salt))
-        if self.config.prefix_caching != "off":
+        if self.scheduler.prefixes.enabled:
             chain.extend(prompt)
         arrival = self._clock() - request.age
         sequences: list[Seq] = []

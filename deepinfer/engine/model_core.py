@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepinfer.config import check_whole_number
-from deepinfer.engine.settings import Settings, resolve_settings
+from deepinfer.engine.settings import Settings, check_sizes, resolve_settings
 from deepinfer.model.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -57,10 +56,7 @@ class ModelCore:
         """Arguments and defaults of `LLM`, without those for several ranks and for drafting. Settings and directory are
         resolved here and now, a hub id is downloaded; what depends on the model is checked where the core is made.
         ValueError naming the argument."""
-        check_whole_number("max_num_seqs", max_num_seqs)
-        for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks)):
-            if size is not None:
-                check_whole_number(name, size)
+        check_sizes(max_num_seqs, max_model_len, num_blocks)
         settings = resolve_settings(
             device=device,
             dtype=dtype,

@@ -175,8 +175,7 @@ class Scheduler:
                     sequence.waits_for = sequence.conditions[0].reason
                     return True
             except Exception as error:
-                if not any(failed is sequence for failed, _ in self.failed):
-                    self.failed.append((sequence, error))
+                self.failed.append((sequence, error))  # once: the core ends it before the queue is walked again
                 return True
             del sequence.conditions[0]
         return self.prefixes.is_awaiting(sequence)

@@ -94,6 +94,14 @@ def _describe_offload(config: EngineConfig) -> str:
     )
 
 
+def check_sizes(max_num_seqs: int, max_model_len: int | None, num_blocks: int | None) -> None:
+    """Raises ValueError naming the argument: these are checked before a model is loaded for nothing."""
+    check_whole_number("max_num_seqs", max_num_seqs)
+    for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks)):
+        if size is not None:
+            check_whole_number(name, size)
+
+
 def resolve_settings(
     *,
     device: str,
