@@ -14,7 +14,7 @@ import numpy as np
 from deepinfer.cache.hashing import HashChain
 from deepinfer.cache.manager import CacheManager
 from deepinfer.config import EngineConfig
-from deepinfer.engine import random_streams
+from deepinfer.kernels import random_streams
 from deepinfer.engine.admission import check_request, check_token_ids
 from deepinfer.engine.blocked import Condition
 from deepinfer.engine.deadlines import Deadlines

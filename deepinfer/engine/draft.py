@@ -23,7 +23,7 @@ class StepDraft:
         self._decode_slots = np.empty(0, np.int64)
         self._decode_starts = np.empty(0, np.int64)
         self._prefills: list[tuple[int, ...]] = []  # columns as above
-        self._num_logits = 0  # of all chunks so far
+        self._num_logits = 0  # of all prefill chunks so far
         self._draws: list[tuple[int, int]] = []  # of prefills and forks: slot, row of logits
         self._forks: list[Fork] = []
         self._scores: list[PromptScore] = []
@@ -40,13 +40,13 @@ class StepDraft:
         """One token each, the one at `starts`; each draws its next. Called once, before any prefill."""
         assert not self._prefills
         self._decode_slots, self._decode_starts = slots, starts
-        self.num_decodes = self._num_logits = len(slots)
+        self.num_decodes = len(slots)
         self.budget -= len(slots)
 
     def prefill(
         self, slot: int, start: int, length: int, num_logits: int, *, window_floor: int, write_from: int, keep_from: int
     ) -> int:
-        """A chunk -> the row of its first logits."""
+        """A chunk -> the row of its first logits, after those of the decodes."""
         first = self._num_logits
         self._prefills.append((slot, start, length, num_logits, window_floor, write_from, keep_from))
         self._num_logits += num_logits
@@ -80,7 +80,7 @@ class StepDraft:
             admissions=self.admissions,
             **dict(zip(_COLUMNS, chunks, strict=True)),
             draw_slots=draw_slots,
-            draw_rows=np.concatenate((np.arange(decodes), draws[:, 1])),
+            draw_rows=np.concatenate((np.zeros(decodes, np.int64), draws[:, 1])),
             draw_epochs=self._table.epoch[draw_slots],
             chunk_epochs=self._table.epoch[chunks[0]],
             forks=self._forks,

@@ -87,7 +87,8 @@ class ModelRunner(Runner):
         the plan half done: no sequence that it names can go on.
         """
         begin = self._clock()
-        positions = self._draw_positions(plan)
+        rows = self._draw_rows(plan)
+        positions = self._draw_positions(plan, rows)
         self._check(plan, positions)
         self.storage.apply(plan.edits)
         self._admit(plan.admissions)
@@ -96,8 +97,8 @@ class ModelRunner(Runner):
             prepared = self._clock() - begin
             logits = self.model.forward(batch, self.storage)
             self._fork(plan)
-            scores = score_prompts(logits, plan.scores)
-            result = self._draw(plan, positions, logits)
+            scores = score_prompts(logits[plan.num_decodes :], plan.scores)
+            result = self._draw(plan, rows, positions, logits)
             result.scores = scores
             result.prepare_seconds = prepared
         else:
@@ -108,11 +109,17 @@ class ModelRunner(Runner):
     # -- before the forward pass ----------------------------------------------------------------------------------
 
     @staticmethod
-    def _draw_positions(plan: StepPlan) -> Whole:
-        """Positions [draws] whose logits the tokens are drawn from; the tokens stand one further."""
+    def _draw_rows(plan: StepPlan) -> Whole:
+        """Rows [draws] of the step's logits that the tokens are drawn from."""
+        decodes = plan.num_decodes
+        return np.concatenate((np.arange(decodes), plan.draw_rows[decodes:] + decodes))
+
+    @staticmethod
+    def _draw_positions(plan: StepPlan, rows: Whole) -> Whole:
+        """Positions [draws] of these rows; the tokens stand one further."""
         rows_end = np.cumsum(plan.num_logits)
-        chunk = np.searchsorted(rows_end, plan.draw_rows, side="right")
-        return (plan.starts + plan.lengths - rows_end)[chunk] + plan.draw_rows
+        chunk = np.searchsorted(rows_end, rows, side="right")
+        return (plan.starts + plan.lengths - rows_end)[chunk] + rows
 
     def _check(self, plan: StepPlan, positions: Whole) -> None:
         # The table is read and written by flat places: one beyond a row's end is another sequence's first token.
@@ -162,8 +169,8 @@ class ModelRunner(Runner):
             self.tokens[child, :end] = self.tokens[parent, :end]
             self.sampling.fork(parent, child, seed)
 
-    def _draw(self, plan: StepPlan, positions: Whole, logits: Tensor) -> StepResult:
-        slots, rows = plan.draw_slots, plan.draw_rows
+    def _draw(self, plan: StepPlan, rows: Whole, positions: Whole, logits: Tensor) -> StepResult:
+        slots = plan.draw_slots
         if not slots.size:
             return _no_draws()
         if rows.size != len(logits) or (rows != np.arange(rows.size)).any():

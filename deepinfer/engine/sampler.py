@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.engine.penalties import add_biases, ban, penalise
-from deepinfer.engine.random_streams import gumbel
+from deepinfer.kernels.random_streams import gumbel
 from deepinfer.engine.sampling_state import BIASED, CHANGED, DRAWN, LISTED, MASKED, PENALISED, TRUNCATED, SamplingState
 from deepinfer.engine.truncation import ranked, truncate
 from deepinfer.kernels.argmax import argmax

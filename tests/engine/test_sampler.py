@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deepinfer.engine.plan import Admission
-from deepinfer.engine.random_streams import Stream, child_seed, gumbel, split_seeds
+from deepinfer.kernels.random_streams import Stream, child_seed, gumbel, split_seeds
 from deepinfer.engine.sampler import choose, list_top
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.sampling_state import SamplingState
