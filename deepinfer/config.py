@@ -40,7 +40,13 @@ class EngineConfig:
     keep_tokens: int = 140
     """Rows that truncation keeps: the window plus two verify widths, 128 + 2 x 6."""
     drafts: int = 0
-    """Tokens drafted per step; window rings are that much longer."""
+    """Drafts verified per step and sequence at most, "nextn"; window rings are that much longer."""
+    varlen: bool = False
+    """How many drafts a step verifies follows from their confidence and from what a step costs (spec/dspark.md 4);
+    False: as many as there is room for."""
+    batch_invariant: bool = False
+    """Every request is reproducible: its tokens and logprobs do not depend on other requests, on drafts, or on which
+    of them were verified (spec/engine.md 8)."""
     overlap: bool = False
     """Schedule the next step while one runs."""
     queue_policy: str = "first-come"
@@ -83,6 +89,14 @@ class EngineConfig:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
         for name in ("window_entries", "drafts", "prefill_interval", "offload_tokens", "offload_bytes"):
             check_whole_number(name, getattr(self, name), least=0)
+        if self.drafts > VERIFY_ROWS - 1:
+            raise ValueError(
+                f"drafts: {self.drafts} is more than a verify step of {VERIFY_ROWS} rows can check; use at most "
+                f"{VERIFY_ROWS - 1}"
+            )
+        for name in ("varlen", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: must be True or False, got {getattr(self, name)!r}")
         check_whole_number("keep_tokens", self.keep_tokens)
         if self.long_prefill_tokens is not None:
             check_whole_number("long_prefill_tokens", self.long_prefill_tokens)
