@@ -57,10 +57,17 @@ class TokenHistories:
         places = torch.from_numpy(self._row[slots] * vocab).to(device) + token_ids
         self.counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
-    def gather(self, slots: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """in_prompt bool and output counts int32, [n, vocab] each, of slots with histories."""
+    def gather(
+        self, slots: npt.NDArray[np.int64], drafts: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """in_prompt bool and output counts int32, [n, vocab] each, of slots with histories. drafts: places in `slots`
+        and ids, int64 [m] each, counted as output here and not remembered."""
         rows = torch.from_numpy(self._row[slots]).to(self.counts.device)
-        return self.in_prompt.index_select(0, rows), self.counts.index_select(0, rows)
+        counts = self.counts.index_select(0, rows)
+        if drafts is not None:
+            places = drafts[0] * counts.shape[1] + drafts[1]
+            counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        return self.in_prompt.index_select(0, rows), counts
 
     def _new_row(self, slot: int) -> int:
         if self._row[slot] < 0:

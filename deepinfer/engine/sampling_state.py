@@ -10,7 +10,7 @@ enter the arithmetic live on the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from deepinfer.engine.plan import Admission
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.kernels.philox import MASK
 
+if TYPE_CHECKING:
+    from deepinfer.speculation.constraint import Constraint
+
 # What a slot's parameters ask for beyond the largest logit. 0 = greedy and plain.
 DRAWN = 1  # noise decides (temperature > 0)
 TRUNCATED = 2  # min_p, top_k or top_p may drop tokens; only together with DRAWN
@@ -29,7 +32,9 @@ PENALISED = 4  # its history changes the logits
 BIASED = 8
 MASKED = 16  # may not end before `may_end`
 LISTED = 32  # reports its most likely tokens
-CHANGED = PENALISED | BIASED | MASKED  # logits differ from the raw ones before the temperature
+CONSTRAINED = 64  # a constraint says what may follow
+RESIDUAL = 128  # drafts may change its tokens, not their law; only together with DRAWN
+CHANGED = PENALISED | BIASED | MASKED | CONSTRAINED  # logits differ from the raw ones before the temperature
 
 T = TypeVar("T")
 Flags = npt.NDArray[np.uint8]
@@ -40,7 +45,7 @@ class SamplingState:
 
     Columns on the device, [slots]: temperature, top_p, min_p and the three penalties float32; top_k (0 = off) and the
     two 32-bit words of the seed int64. On the host: `flags`, `may_end` (known tokens from which a sequence may end,
-    prompt + min_tokens) and `num_listed` (most likely tokens to report).
+    prompt + min_tokens), `limit` (tokens that it may have) and `num_listed` (most likely tokens to report).
     """
 
     def __init__(
@@ -59,11 +64,13 @@ class SamplingState:
         self.top_k, self.seed_low, self.seed_high = self._words
         self.flags: Flags = np.zeros(num_slots, np.uint8)
         self.may_end = np.zeros(num_slots, np.int64)
+        self.limit = np.zeros(num_slots, np.int64)
         self.num_listed = np.zeros(num_slots, np.int64)
         self.histories = TokenHistories(num_slots, vocab_size, self.device)
         self._eos_token_ids = tuple(eos_token_ids)
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # slot -> ids int64, values float32
         self._forbidden: dict[int, Tensor] = {}  # slot -> ids int64 that would end it
+        self._constraints: dict[int, Constraint] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Sequences take their slots; nothing of the slots' earlier owners is left."""
@@ -76,8 +83,9 @@ class SamplingState:
         self._words[:, slots] = torch.tensor(words, dtype=torch.int64, device=self.device).T
         for admission in admissions:
             slot, params = admission.slot, admission.params
-            self.flags[slot] = _flags(params)
+            self.flags[slot] = _flags(admission)
             self.may_end[slot] = admission.prompt_len + params.min_tokens
+            self.limit[slot] = admission.limit
             self.num_listed[slot] = params.logprobs or 0
             self._set_rare(admission)
 
@@ -86,7 +94,10 @@ class SamplingState:
         slot, params = admission.slot, admission.params
         self._biases.pop(slot, None)
         self._forbidden.pop(slot, None)
+        self._constraints.pop(slot, None)
         self.histories.close(slot)
+        if admission.constraint is not None:
+            self._constraints[slot] = admission.constraint
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=self.device)
             values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self.device)
@@ -103,10 +114,13 @@ class SamplingState:
         self._numbers[:, child] = self._numbers[:, parent]
         self.top_k[child] = self.top_k[parent]
         self.seed_low[child], self.seed_high[child] = seed & MASK, seed >> 32
-        for column in (self.flags, self.may_end, self.num_listed):
+        for column in (self.flags, self.may_end, self.limit, self.num_listed):
             column[child] = column[parent]
         _copy_entry(self._biases, parent, child)
         _copy_entry(self._forbidden, parent, child)
+        self._constraints.pop(child, None)
+        if parent in self._constraints:
+            self._constraints[child] = self._constraints[parent].copy()
         self.histories.copy(parent, child)
 
     def place(self, array: npt.NDArray[np.int64]) -> Tensor:
@@ -127,6 +141,10 @@ class SamplingState:
         """Ids int64 that would end each of these slots with MASKED."""
         return [self._forbidden[slot] for slot in slots]
 
+    def constraint(self, slot: int) -> Constraint:
+        """Of a slot with CONSTRAINED. Its owner moves it on as tokens are kept."""
+        return self._constraints[slot]
+
 
 def _copy_entry(entries: dict[int, T], source: int, target: int) -> None:
     """The target's entry is the source's, or none. Both hold the same object: it is never written."""
@@ -139,7 +157,8 @@ def _numbers(p: SamplingParams) -> tuple[float, ...]:
     return (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
 
 
-def _flags(p: SamplingParams) -> int:
+def _flags(admission: Admission) -> int:
+    p = admission.params
     return (
         (0 if p.greedy else DRAWN)
         | (TRUNCATED if p.truncated else 0)
@@ -147,4 +166,6 @@ def _flags(p: SamplingParams) -> int:
         | (BIASED if p.logit_bias else 0)
         | (MASKED if p.min_tokens else 0)
         | (0 if p.logprobs is None else LISTED)
+        | (0 if admission.constraint is None else CONSTRAINED)
+        | (0 if admission.reproducible or p.greedy else RESIDUAL)
     )

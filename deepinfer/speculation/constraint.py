@@ -1,4 +1,4 @@
-"""Which tokens may follow: structured output as sampling sees it. What compiles and matches grammars stands elsewhere."""
+"""Which tokens may follow: structured output as sampling sees it. Grammars are compiled and matched elsewhere."""
 
 from __future__ import annotations
 
@@ -17,3 +17,6 @@ class Constraint(Protocol):
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """These tokens are kept; each may stand where it does."""
+
+    def copy(self) -> Constraint:
+        """Another one that stands where this one does and goes its own way."""
