@@ -158,7 +158,12 @@ def hyper_step(
 
 def hyper_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm(collapse(stream, pre)) * weight: [N, copies, D] -> [N, D]."""
-    return rms_norm(hyper.hyper_collapse(stream, pre), weight, eps)
+    return rms_norm(hyper_collapse(stream, pre), weight, eps)
+
+
+def hyper_collapse(stream: Tensor, pre: Tensor) -> Tensor:
+    """Weighted sum of the copies: [N, copies, D] -> [N, D]."""
+    return hyper.hyper_collapse(stream, pre)
 
 
 def sparse_attention(

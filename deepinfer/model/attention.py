@@ -23,7 +23,7 @@ class Attention:
     config names."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, numerics: Numerics) -> None:
-        prefix = f"layers.{layer}.attn"
+        prefix = f"{config.layer_prefix(layer)}.attn"
         self.layer, self.numerics = layer, numerics
         self.scale = config.head_dim**-0.5
         self.kv_source = config.kv_source(layer) if config.ratio(layer) else None

@@ -19,50 +19,64 @@ from deepinfer.kernels import select
 from deepinfer.model.batch import Batch, Chunk
 from deepinfer.model.block import Block
 from deepinfer.model.config import ModelConfig
+from deepinfer.model.draft_model import DraftModel
 from deepinfer.model.engram import NgramHash
+from deepinfer.model.hyper import first_stream
 from deepinfer.model.indexer import Selection
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
 from deepinfer.model.state import ModelCache, Rotations, StepState, Trace
+from deepinfer.model.taps import Taps
 
 
 class DeepseekV41:
     """The model with its weights. Build one with `load_model`; state lives in a cache (`deepinfer.cache.Cache`)."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, numerics: Numerics, tokenizer_file: Path) -> None:
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, numerics: Numerics, tokenizer_file: Path, *, drafts: bool
+    ) -> None:
         self.config, self.numerics, self.device = config, numerics, source.device
         self.embed = source.embedding("embed")
         self.blocks = [Block(config, source, layer, numerics) for layer in range(config.num_hidden_layers)]
         self.norm = source.vector("norm.weight")
         self.head = source.matrix("head")
         self.rotations = Rotations(config)
+        self.draft: DraftModel | None = None
+        if drafts:
+            self.draft = DraftModel(
+                config, source, numerics, embed=self.embed, head=self.head, rotations=self.rotations
+            )
         self.hashes = NgramHash(config, tokenizer_file, source.device) if config.engram_layer_ids else None
         self.trace: Trace | None = None  # receives (name, tensor) of every intermediate that the golden trace names
 
     def forward(self, chunks: Batch | Sequence[Chunk], cache: ModelCache) -> Tensor:
         """One step over chunks of many sequences -> logits float32 [sum of num_logits, vocab], in chunk order.
 
-        Writes the chunks' state into the cache. ValueError, before anything is written: a chunk that does not start
-        where its sequence ends, blocks not reserved, a token id outside the vocabulary.
+        Writes the chunks' state into the cache, and into the windows of the draft stages if it keeps any. ValueError,
+        before anything is written: a chunk that does not start where its sequence ends, blocks not reserved, a token id
+        outside the vocabulary.
         """
         batch = chunks if isinstance(chunks, Batch) else Batch.from_chunks(chunks, self.device)
         if not 0 <= int(batch.token_ids.min()) <= int(batch.token_ids.max()) < self.config.vocab_size:
             raise ValueError(f"token ids must be in 0 .. {self.config.vocab_size - 1}")
         view = cache.begin(batch)
         dead = batch.token_ids == self.config.image_token_id
-        state = StepState(view, self.rotations, dead if bool(dead.any()) else None, self.trace)
+        taps = Taps(self.config.dspark_target_layer_ids, view) if self.draft is not None and view.keeps_drafts else None
+        state = StepState(view, self.rotations, dead if bool(dead.any()) else None, self.trace, taps)
         with torch.no_grad(), select.step_threads(self.device, self.numerics.dtype):
             hidden = self._hidden(batch, state)  # of the rows that came this far
             logits = self._logits(hidden[state.view.batch.logit_rows])
+            if self.draft is not None and taps is not None and len(hidden):
+                main_hidden = taps.joined()
+                state.trace("main_hidden", main_hidden)
+                self.draft.write_context(main_hidden, taps.view)
         view.commit()
         return logits
 
     def _hidden(self, batch: Batch, state: StepState) -> Tensor:
         """Final normalised hidden states [N, D]: of the kept rows where the step narrows."""
         embedded = F.embedding(batch.token_ids, self.embed).to(self.numerics.dtype)
-        stream = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)  # [N, copies, D]
-        pre = torch.zeros(stream.shape[:2], device=self.device)
-        pre[:, 0] = 1.0  # nothing has been mixed yet: the first sub-layer reads copy 0
+        stream, pre = first_stream(embedded, self.config.hc_mult)
         rows = self._engram_rows(batch, state)
         selection = Selection()
         for block in self.blocks:

@@ -17,11 +17,11 @@ from deepinfer.model.state import StepState
 
 
 class Block:
-    """A layer of the backbone."""
+    """A layer of the backbone, or a draft stage: layer num_hidden_layers + s."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, numerics: Numerics) -> None:
-        prefix = f"layers.{layer}"
-        self.layer = layer
+        self.layer, self.prefix = layer, config.layer_prefix(layer)
+        prefix = self.prefix
         has_engram = config.engram_index(layer) is not None
         self.engram = Engram(config, source, prefix, numerics) if has_engram else None
         self.narrows = layer == max(config.kv_source_layer_ids, default=-1)
@@ -38,12 +38,13 @@ class Block:
         A sub-layer is collapsed with the pre of the one before it; its own pre serves the next one. At the last KV
         source the rows that end there drop out once they have left their keys: the results are those of `state.kept`.
         """
-        name = f"layers.{self.layer}"
+        name = self.prefix
         if self.engram is not None:
             assert engram_rows is not None
             state.trace(f"{name}.stream_before_engram", stream)
             stream = self.engram(stream, engram_rows, state.dead)
         state.trace(f"{name}.stream_in", stream)
+        state.tap(self.layer, stream)
 
         _, x, mixing = self.hc_attn.enter(stream, None, pre)
         kept = state.kept if self.narrows else None

@@ -169,12 +169,23 @@ class ModelConfig:
         if problems:
             raise ConfigError("ModelConfig", problems)
 
-    # -- layer roles (model.md 1.4) ------------------------------------------------------------------------------------
+    # -- layer roles (model.md 1.4); layer num_hidden_layers + s is draft stage s --------------------------------------
 
     @property
     def num_drafts(self) -> int:
         """DSpark stages `mtp.0 ..`; 0 = the checkpoint has no draft model."""
         return self.num_nextn_predict_layers
+
+    def layer_prefix(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        stage = layer - self.num_hidden_layers
+        return f"layers.{layer}" if stage < 0 else f"mtp.{stage}"
+
+    def expert_counts(self, layer: int) -> tuple[int, int]:
+        """Routed experts of a layer, and how many of them a token uses."""
+        if layer < self.num_hidden_layers:
+            return self.n_routed_experts, self.num_experts_per_tok
+        return self.dspark_n_routed_experts, self.dspark_num_experts_per_tok
 
     def ratio(self, layer: int) -> int:
         """Tokens per entry of the compressed cache that `layer` reads: 0 (window only), 1 or 2."""

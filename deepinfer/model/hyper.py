@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepinfer.kernels import select
 from deepinfer.kernels.layer_weights import HyperWeights
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.parameters import WeightSource
+
+
+def first_stream(embedded: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+    """Embedded tokens [N, D] -> the stream [N, copies, D] and the pre [N, copies] of the first sub-layer, which reads
+    copy 0: nothing has been mixed yet."""
+    stream = embedded.unsqueeze(1).repeat(1, copies, 1)
+    pre = torch.zeros(stream.shape[:2], device=embedded.device)
+    pre[:, 0] = 1.0
+    return stream, pre
 
 
 class HyperCoefficients(NamedTuple):

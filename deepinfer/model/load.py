@@ -23,7 +23,8 @@ from deepinfer.kernels.weights import (
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.engram_table import EngramTable
 from deepinfer.model.numerics import Numerics
-from deepinfer.model.weights import CheckpointReader
+from deepinfer.model.tensors import Group
+from deepinfer.model.weights import CheckpointError, CheckpointReader
 
 WEIGHT_FORMS = ("auto", "packed", "wide", "stored")
 
@@ -103,12 +104,14 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: str = "float32",
     weights: str = "auto",
+    drafts: bool = False,
     progress: bool = False,
 ) -> DeepseekV41:
     """Check and load the text backbone of a checkpoint directory in the official layout.
 
     dtype: "float32" (nothing is rounded) or "bfloat16" (the release's numerics). weights:
-    packed, wide or stored (see CheckpointSource); auto: packed where the CPU kernels run, else wide.
+    packed, wide or stored (see CheckpointSource); auto: packed where the CPU kernels run, else wide. drafts: with the
+    draft model, which is a CheckpointError where the checkpoint has none.
     Raises ConfigError, CheckpointError (before any tensor is read, everything wrong in one message; NaN and Inf while
     reading), ValueError for an unknown dtype or form, FileNotFoundError without tokenizer.json.
     """
@@ -124,11 +127,14 @@ def load_model(
     tokenizer_file = Path(path) / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise FileNotFoundError(f"{tokenizer_file} is missing: the Engram token map and all text depend on it")
-    with CheckpointReader(path, groups=("text",)) as reader:
-        tables = ("engram_table",)  # stay on disk
-        size = sum(
-            spec.nbytes for spec in map(reader.spec, reader.names()) if spec.group == "text" and spec.kind not in tables
-        )
+    groups: tuple[Group, ...] = ("text", "draft") if drafts else ("text",)
+    with CheckpointReader(path, groups=groups) as reader:
+        if drafts and not reader.config.num_drafts:
+            raise CheckpointError(
+                f"{path} has no draft stages (num_nextn_predict_layers is 0): load it with drafts=False"
+            )
+        specs = [spec for spec in map(reader.spec, reader.names()) if spec.group in groups]
+        size = sum(spec.nbytes for spec in specs if spec.kind != "engram_table")  # tables stay on disk
         with tqdm(total=size, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
             source = CheckpointSource(reader, weights, torch.device(device), bar)
-            return DeepseekV41(reader.config, source, numerics, tokenizer_file)
+            return DeepseekV41(reader.config, source, numerics, tokenizer_file, drafts=drafts)

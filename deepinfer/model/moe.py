@@ -21,16 +21,17 @@ class MixtureOfExperts:
     """All layers are alike: no dense layer, no groups, no capacity limit."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, layer: int, numerics: Numerics) -> None:
-        prefix = f"layers.{layer}.ffn"
-        self.layer, self.numerics = layer, numerics
+        prefix = self.prefix = f"{config.layer_prefix(layer)}.ffn"
+        count, topk = config.expert_counts(layer)
+        self.numerics = numerics
         self.bias = source.vector(f"{prefix}.gate.bias")
         # text-only checkpoints carry no bias of their own for image tokens
         self.bias_vl = source.vector(f"{prefix}.gate.bias_vl") if config.vision else self.bias
         self.weights = MoeWeights(
             gate=source.matrix(f"{prefix}.gate"),
             bias=self.bias,
-            experts=source.experts(prefix, config.n_routed_experts),
-            topk=config.num_experts_per_tok,
+            experts=source.experts(prefix, count),
+            topk=topk,
             scale=config.routed_scaling_factor,
             normalize=config.norm_topk_prob,
             temperature=config.gate_temp,
@@ -41,7 +42,7 @@ class MixtureOfExperts:
         """x [N, D], normalised -> [N, D]."""
         bias = None if state.dead is None else torch.where(state.dead.unsqueeze(1), self.bias_vl, self.bias)
         y, ids, weights, scores = select.moe(x, self.weights, bias)
-        state.trace(f"layers.{self.layer}.ffn.router_ids", ids)
-        state.trace(f"layers.{self.layer}.ffn.router_weights", weights)
-        state.trace(f"layers.{self.layer}.ffn.router_scores", scores)
+        state.trace(f"{self.prefix}.router_ids", ids)
+        state.trace(f"{self.prefix}.router_weights", weights)
+        state.trace(f"{self.prefix}.router_scores", scores)
         return y.to(self.numerics.dtype)

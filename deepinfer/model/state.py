@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer.kernels.reference.rope import rope_angles, rope_frequencies, yarn_frequencies
 from deepinfer.model.batch import Batch
 from deepinfer.model.config import ModelConfig
+from deepinfer.model.taps import Taps
 
 Trace = Callable[[str, Tensor], None]
 
@@ -34,7 +35,10 @@ class CacheView(Protocol):
 
     @property
     def narrowed(self) -> tuple[Tensor, CacheView] | None: ...
+    @property
+    def keeps_drafts(self) -> bool: ...
 
+    def draft_context(self) -> tuple[Tensor | None, CacheView]: ...
     def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]: ...
     def commit_window(self, layer: int) -> None: ...
     def commit(self) -> None: ...
@@ -49,6 +53,14 @@ class CacheView(Protocol):
     def entry_rows(self, layer: int, entries: Tensor) -> Tensor: ...
     def segments(self, layer: int) -> Sequence[Segment]: ...
     def token_history(self, live_ids: Tensor, lookback: int) -> Tensor: ...
+
+
+class BlockWindow(Protocol):
+    """What the blocks of one draft pass see of the cache; `cache.draft_window.DraftWindow` implements it."""
+
+    positions: Tensor  # int64 [R * block]
+
+    def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class ModelCache(Protocol):
@@ -79,13 +91,20 @@ class StepState:
     kept: rows that go past the last KV source, int64 [M]; None = all. `narrow` leaves the others behind.
     """
 
-    def __init__(self, view: CacheView, rotations: Rotations, dead: Tensor | None, trace: Trace | None) -> None:
+    def __init__(
+        self,
+        view: CacheView,
+        rotations: Rotations,
+        dead: Tensor | None,
+        trace: Trace | None,
+        taps: Taps | None = None,
+    ) -> None:
         positions = view.batch.positions
         self.dead = dead  # bool [N], image tokens; None = none in this step
         self.window_rope = rope_angles(positions, rotations.window.to(positions.device))
         self._compressed = rotations.compressed.to(positions.device)
         self.compressed_query_rope = rope_angles(positions, self._compressed)
-        self._trace = trace
+        self._trace, self._taps = trace, taps
         self._look_at(view)
         self.kept = None if view.narrowed is None else view.narrowed[0]
 
@@ -106,6 +125,8 @@ class StepState:
         self.window_rope = self.window_rope[0][kept], self.window_rope[1][kept]
         self.compressed_query_rope = self.compressed_query_rope[0][kept], self.compressed_query_rope[1][kept]
         self._look_at(view)
+        if self._taps is not None:
+            self._taps.narrow()
 
     def query_rope(self, compressed: bool) -> tuple[Tensor, Tensor]:
         """Rotation of the rows' own positions: cos, sin [N, dim / 2]."""
@@ -121,7 +142,28 @@ class StepState:
             self._selected = (source, entries, self.view.entry_rows(source, entries))
         return self._selected[2]
 
+    def tap(self, layer: int, stream: Tensor) -> None:
+        """Let the draft model have the stream that enters a layer, if it wants it."""
+        if self._taps is not None:
+            self._taps.take(layer, stream)
+
     def trace(self, name: str, value: Tensor) -> None:
         """Hand an intermediate to the listener, if there is one."""
         if self._trace is not None:
             self._trace(name, value)
+
+
+class BlockState(StepState):
+    """The state of a draft pass: its layers read a window and nothing else, and what they stage is never kept, so there
+    is no view of a step behind it."""
+
+    def __init__(self, window: BlockWindow, rope: tuple[Tensor, Tensor]) -> None:
+        self.dead = self.kept = None  # drafts are text
+        self.window_rope = rope
+        self._trace = self._taps = None
+        self.stage_window = window.stage
+        self.commit_window = _keep_nothing
+
+
+def _keep_nothing(layer: int) -> None:
+    pass
