@@ -79,15 +79,21 @@ def format_problem(kv_format: str, dtype: torch.dtype) -> str | None:
 def open_pairs(drafts: int) -> int:
     """Even positions whose open row is kept per slot and ratio-2 source.
 
-    Up to `drafts` tokens may be taken back from length n, so the row before any length n - drafts .. n may be needed:
-    drafts + 1 positions, of which drafts // 2 + 1 are even.
+    A whole verify step may have to be undone (a sequence that leaves for host memory with the step in flight goes on
+    below it), so the row before any length n - 1 - drafts .. n may be needed: drafts + 2 positions, but a length that
+    is even needs none. What lies between an odd length and n is (drafts + 1) // 2 even positions at most.
     """
-    return drafts // 2 + 1
+    return (drafts + 1) // 2 + 1
 
 
 def ring_rows(config: ModelConfig, drafts: int) -> int:
     """Window rows per slot and layer: the window, and what one verify step may write (134 = 128 + 1 + 5)."""
     return config.sliding_window + 1 + drafts
+
+
+def window_layers(config: ModelConfig, drafts: int) -> int:
+    """Layers that have window rings: the backbone's, and where drafts are made the stages of the draft model."""
+    return config.num_hidden_layers + (config.num_drafts if drafts else 0)
 
 
 def block_bytes(config: ModelConfig, kv_format: str) -> int:
@@ -98,7 +104,7 @@ def block_bytes(config: ModelConfig, kv_format: str) -> int:
 
 
 def window_entry_bytes(config: ModelConfig, kv_format: str) -> int:
-    """Bytes of one stored window: `sliding_window` rows of every layer."""
+    """Bytes of one stored window: `sliding_window` rows of every layer of the backbone."""
     kind = KVFormat.named(kv_format)
     return config.num_hidden_layers * config.sliding_window * kind.window.bytes(config.head_dim)
 
@@ -108,18 +114,22 @@ def slot_bytes(config: ModelConfig, kv_format: str, drafts: int, *, replicas: bo
     (only where windows are stored), the open rows (a value and a gate in float32) of the ratio-2 sources, last tokens.
     """
     kind = KVFormat.named(kv_format)
-    rings = config.num_hidden_layers * ring_rows(config, drafts) * kind.window.bytes(config.head_dim)
+    rings = window_layers(config, drafts) * ring_rows(config, drafts) * kind.window.bytes(config.head_dim)
     pairs = sum(config.ratio(layer) == 2 for layer in config.kv_source_layer_ids) * open_pairs(drafts)
     tokens = (lookback(config) + drafts) * torch.int64.itemsize
     stored = 2 * window_entry_bytes(config, kv_format) if replicas else 0
     return rings + stored + pairs * 2 * config.head_dim * torch.float32.itemsize + tokens
 
 
-def staging_bytes(config: ModelConfig, kv_format: str, max_num_batched_tokens: int) -> int:
-    """Bytes of the area behind the window rings in which a step puts its new rows: one per token in every layer."""
+def staging_bytes(
+    config: ModelConfig, kv_format: str, max_num_batched_tokens: int, *, drafts: int = 0, max_num_seqs: int = 0
+) -> int:
+    """Bytes of the area behind the window rings in which a step puts its new rows: one per token in every layer. Where
+    drafts are made, a draft pass puts a block of rows per sequence there, which may be more."""
     # at the real sizes and 32,768 tokens a step: 40 layers x 32,768 x 528 = 692,060,160
     kind = KVFormat.named(kv_format)
-    return config.num_hidden_layers * max_num_batched_tokens * kind.window.bytes(config.head_dim)
+    rows = max(max_num_batched_tokens, max_num_seqs * config.dspark_block_size if drafts else 0)
+    return window_layers(config, drafts) * rows * kind.window.bytes(config.head_dim)
 
 
 def lookback(config: ModelConfig) -> int:

@@ -16,24 +16,29 @@ if TYPE_CHECKING:
 
 
 class WindowArena:
-    """Stored windows: `window` records of every layer per entry, [entries, layers, W, width]. The host's side says what
-    an entry holds. Memory is asked for at once and used as entries fill."""
+    """Stored windows: `window` records of every backbone layer per entry, [entries, layers, W, width]. The host's side
+    says what an entry holds. Memory is asked for at once and used as entries fill.
+
+    The draft layers' rows are not kept: whoever loads a window computes at least a window and a verify step of rows
+    behind it (prefix.ReplayPolicy), and these are all that a draft window ever shows.
+    """
 
     def __init__(self, rings: WindowRings, entries: int) -> None:
         self._rings = rings
-        layers, _, width = rings.pool.shape
+        layers, _, width = rings.replica_rows.shape
         self.rows = torch.empty(entries, layers, rings.window, width, dtype=rings.pool.dtype)
 
     def save(self, slot: int, boundary: int, entry: int) -> None:
         """The slot's replica of the window below `boundary` into an entry."""
-        self.rows[entry] = self._rings.pool[:, self._rings.replica_of(slot, boundary)]
+        self.rows[entry] = self._rings.replica_rows[:, self._rings.replica_of(slot, boundary)]
 
     def load(self, entry: int, slot: int, boundary: int) -> None:
         """An entry into the slot's rings, as positions [boundary - W, boundary)."""
         rings = self._rings
         positions = torch.arange(max(boundary - rings.window, 0), boundary, device=rings.pool.device)
         rows = self.rows[entry, :, -len(positions) :]
-        rings.pool[:, slot * rings.ring + positions % rings.ring] = rows.to(rings.pool.device)
+        places = slot * rings.ring + positions % rings.ring
+        rings.pool[: rings.backbone_layers, places] = rows.to(rings.pool.device)
 
 
 class OffloadedSequence(NamedTuple):
@@ -49,8 +54,8 @@ def parts_of(storage: CacheStorage, slot: int, blocks: Tensor) -> Iterator[tuple
     for records in storage.records.values():
         for pool in records.blocks():
             yield pool, blocks
-    for rows in storage.windows.slot_rows(slot):
-        yield storage.windows.pool, (slice(None), rows)
+    for pool, rows in storage.windows.slot_parts(slot):
+        yield pool, (slice(None), rows)
     for open_rows in storage.open_rows.rows.values():
         yield open_rows, slot
     yield storage.last_tokens, slot

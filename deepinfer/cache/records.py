@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
-from deepinfer.cache.formats import KVFormat, lookback, open_pairs, ring_rows
+from deepinfer.cache.formats import KVFormat, lookback, open_pairs, ring_rows, window_layers
 from deepinfer.model.config import ModelConfig
 
 
@@ -40,14 +40,15 @@ class PagedRecords:
 
 
 class WindowRings:
-    """Window records of every layer, in one pool per layer: a ring of `ring` rows per slot, behind the rings (where
-    windows are stored) two replicas of a whole window per slot, behind those a staging area.
+    """Window records of every layer, in one pool per layer: a ring of `ring` rows per slot, behind the rings a staging
+    area. Where drafts are made, the draft model's stages are layers as well, behind the backbone's.
 
     A step stages its new rows first and commits them after the layer's attention, so a chunk of any length reads the
     rows before it from the ring and its own rows from the staging area, through one index.
 
     The ring is longer than the window by what a verify step may write, so that nothing the window shows is overwritten
-    by drafts that are then rejected. A replica is the window below a multiple of 128, copied when a sequence passes it;
+    by drafts that are then rejected. Where windows are stored, `replica_rows` has two replicas of a whole window per
+    slot, of the backbone's layers: a replica is the window below a multiple of 128, copied when a sequence passes it;
     two of them take turns, so one is whole while the other is filled.
     """
 
@@ -63,11 +64,13 @@ class WindowRings:
     ) -> None:
         self.format = kind.window
         self.window, self.ring, self.replicas = config.sliding_window, ring_rows(config, drafts), replicas
-        self.replica_base = max_num_seqs * self.ring  # first replica row
-        self.staging = self.replica_base + (2 * max_num_seqs * self.window if replicas else 0)  # first staging row
-        width = self.format.width(config.head_dim)
-        self.pool = torch.zeros(
-            config.num_hidden_layers, self.staging + 1, width, dtype=self.format.dtype, device=device
+        self.backbone_layers = config.num_hidden_layers
+        self.draft_layers = window_layers(config, drafts) - config.num_hidden_layers
+        self.staging = max_num_seqs * self.ring  # first staging row
+        layers, width = self.backbone_layers + self.draft_layers, self.format.width(config.head_dim)
+        self.pool = torch.zeros(layers, self.staging + 1, width, dtype=self.format.dtype, device=device)
+        self.replica_rows = self.pool.new_zeros(
+            self.backbone_layers, 2 * max_num_seqs * self.window if replicas else 0, width
         )
 
     def stage(self, layer: int, kv: Tensor) -> Tensor:
@@ -86,20 +89,20 @@ class WindowRings:
         return slice(slot * self.ring, (slot + 1) * self.ring)
 
     def replica_of(self, slot: int, boundary: int) -> slice:
-        """Rows of the replica that the boundary's window is copied to."""
-        first = self.replica_base + (2 * slot + boundary // BLOCK_TOKENS % 2) * self.window
+        """Rows of `replica_rows` that the boundary's window is copied to."""
+        first = (2 * slot + boundary // BLOCK_TOKENS % 2) * self.window
         return slice(first, first + self.window)
 
-    def slot_rows(self, slot: int) -> list[slice]:
-        """Everything that a slot holds."""
-        if not self.replicas:
-            return [self.ring_of(slot)]
-        first = self.replica_base + 2 * slot * self.window
-        return [self.ring_of(slot), slice(first, first + 2 * self.window)]
+    def slot_parts(self, slot: int) -> list[tuple[Tensor, slice]]:
+        """Everything that a slot holds: tensors [layers, rows, width], and which of their rows."""
+        parts = [(self.pool, self.ring_of(slot))]
+        if self.replicas:
+            parts.append((self.replica_rows, slice(2 * slot * self.window, 2 * (slot + 1) * self.window)))
+        return parts
 
     def copy_slot(self, source: int, target: int) -> None:
-        for take, put in zip(self.slot_rows(source), self.slot_rows(target), strict=True):
-            self.pool[:, put] = self.pool[:, take]
+        for (pool, take), (_, put) in zip(self.slot_parts(source), self.slot_parts(target), strict=True):
+            pool[:, put] = pool[:, take]
 
 
 class OpenRows:

@@ -7,7 +7,7 @@ the kernels.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -90,26 +90,27 @@ class StepView:
         )
 
     @cached_property
-    def _window_copies(self) -> tuple[Tensor, Tensor]:
-        """Targets and sources in a layer's pool: windows that a chunk passes to their replicas, then the last rows of
-        every chunk to the rings. In this order: the replicas read what the rings are about to lose."""
+    def _ring_copies(self) -> tuple[Tensor, Tensor]:
+        """Targets and sources in a layer's pool: the last rows of every chunk to the rings."""
         batch, rings = self.batch, self._store.windows
         positions = batch.row_positions
         rows = np.arange(batch.num_rows)
         if not batch.single and int(batch.lengths.max()) > rings.ring:
             rows = np.flatnonzero(positions >= batch.per_row(batch.ends - rings.ring))
         slots = batch.per_row(batch.chunk_slots)[rows]
-        targets, sources = slots * rings.ring + positions[rows] % rings.ring, rings.staging + rows
-        if rings.replicas:
-            kept = self._replica_copies()
-            if kept is not None:
-                targets, sources = np.concatenate((kept[0], targets)), np.concatenate((kept[1], sources))
-        return batch.to_device(targets), batch.to_device(sources)
+        places = slots * rings.ring + positions[rows] % rings.ring
+        return batch.to_device(places), batch.to_device(rings.staging + rows)
 
-    def _replica_copies(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """For chunks with start < b <= end, b the last multiple of 128: positions [b - W, b) to the slot's replica."""
+    @cached_property
+    def _replica_copies(self) -> tuple[Tensor, Tensor] | None:
+        """For chunks with start < b <= end, b the last multiple of 128: positions [b - W, b) to the slot's replica.
+        Targets in `replica_rows`, sources in the pool; None where there is nothing to copy.
+
+        Rows of drafts count: a window that one of them completes and that is then rejected is copied wrong, which the
+        storage knows (`truncate`), and again when the sequence passes the boundary for good.
+        """
         batch, rings = self.batch, self._store.windows
-        passed = crossings(batch)
+        passed = crossings(batch) if rings.replicas else ()
         if not len(passed):
             return None
         boundary = (batch.ends[passed] // BLOCK_TOKENS * BLOCK_TOKENS)[:, None]  # [crossings, 1]
@@ -118,9 +119,9 @@ class StepView:
         positions = boundary - rings.window + offsets  # [crossings, W]
         stored = slots * rings.ring + positions % rings.ring
         sources = np.where(positions >= starts, rings.staging + first_rows + positions - starts, stored)
-        targets = rings.replica_base + (2 * slots + boundary // BLOCK_TOKENS % 2) * rings.window + offsets
+        targets = (2 * slots + boundary // BLOCK_TOKENS % 2) * rings.window + offsets
         real = positions >= 0  # a window longer than 128 has no rows before the sequence
-        return targets[real], sources[real]
+        return batch.to_device(targets[real]), batch.to_device(sources[real])
 
     def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Show this step's window entries [N, D] of a layer to its attention -> the pool, and the rows of it that each
@@ -129,8 +130,31 @@ class StepView:
 
     def commit_window(self, layer: int) -> None:
         """After the layer's attention: the staged rows take their places in the rings."""
-        targets, sources = self._window_copies
-        select.copy_rows(self._store.windows.pool[layer], targets, sources)
+        rings = self._store.windows
+        if layer < rings.backbone_layers and self._replica_copies is not None:
+            targets, sources = self._replica_copies  # before the rings lose what the replicas take from them
+            rings.replica_rows[layer, targets] = rings.pool[layer, sources]
+        select.copy_rows(rings.pool[layer], *self._ring_copies)
+
+    # -- draft layers ---------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether there are window rings for the draft model's stages, to be written in every step."""
+        return self._store.windows.draft_layers > 0
+
+    def draft_context(self) -> tuple[Tensor | None, StepView]:
+        """Rows of this view that the draft layers' rings keep, int64 [M], None = all; and the view on which exactly
+        these rows are staged and committed as draft layers (`num_hidden_layers` + stage).
+
+        Kept are positions from one ring below each chunk's end on: a draft window shows a window below the length, and
+        a length never falls further below the end than the ring is longer than the window.
+        """
+        batch, ring = self.batch, self._store.windows.ring
+        if batch.single or int(batch.lengths.max()) <= ring:
+            return None, self
+        rows, kept = replace(batch, keep_from=np.maximum(batch.ends - ring, 0)).narrowed()
+        return batch.to_device(rows), type(self)(self._store, kept)
 
     # -- compressed entries ---------------------------------------------------------------------------------------
 

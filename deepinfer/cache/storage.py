@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from deepinfer.cache import edits as edit
 from deepinfer.cache.blocks import BLOCK_TOKENS, NULL_BLOCK, blocks_for
+from deepinfer.cache.draft_window import DraftWindow
 from deepinfer.cache.formats import KVFormat, check_drafts, format_problem
 from deepinfer.cache.host_memory import OffloadedSequence, WindowArena, put, take
 from deepinfer.cache.records import LastTokens, OpenRows, PagedRecords, WindowRings
@@ -31,8 +33,9 @@ class CacheStorage:
     what an unset table entry names.
 
     A slot is a sequence's place for what does not grow (window rings, open rows, last tokens); its block table names
-    the blocks of what does. drafts: tokens that may be taken back (`truncate`). window_entries: windows that host
-    memory holds for later hits; without any, no replica is kept either. kv_format: see formats.py.
+    the blocks of what does. drafts: tokens that may be taken back (`truncate`); with any, the model's draft stages have
+    window rings, too. window_entries: windows that host memory holds for later hits; without any, no replica is kept
+    either. kv_format: see formats.py.
     """
 
     def __init__(
@@ -116,6 +119,10 @@ class CacheStorage:
         """Tokens of the slot's sequence whose state is written."""
         return int(self._lengths[slot])
 
+    def lengths(self, slots: np.ndarray) -> np.ndarray:
+        """The same of many slots, int64 [n]."""
+        return self._lengths[slots]
+
     def begin(self, batch: Batch) -> StepView:
         """Check a step and plan its reads and writes. ValueError: a chunk that does not start at the slot's written
         length, blocks that are not in the slot's table, a slot that does not exist."""
@@ -144,19 +151,36 @@ class CacheStorage:
             multiples = batch.ends[passed] // BLOCK_TOKENS
             self._replicas[slots[passed], multiples % 2] = multiples * BLOCK_TOKENS
 
-    def truncate(self, slot: int, length: int) -> None:
-        """Take tokens back (rejected drafts): the sequence ends at `length` again and is written on from there.
+    def truncate(self, slots: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        """Take tokens back (rejected drafts): each sequence ends at its length again and is written on from there.
 
-        ValueError where more than `drafts` tokens below the furthest position ever written would be gone: the rings
-        hold no more.
+        ValueError, before anything is changed, where more than `drafts` tokens below the furthest position ever written
+        would be gone: the rings hold no more.
         """
-        written, furthest = int(self._lengths[slot]), int(self._furthest[slot])
-        if not max(furthest - self.drafts, 0) <= length <= written:
+        slots, lengths = np.atleast_1d(slots), np.atleast_1d(lengths)
+        written, furthest = self._lengths[slots], self._furthest[slots]
+        wrong = (lengths < np.maximum(furthest - self.drafts, 0)) | (lengths > written)
+        if wrong.any():
+            i = int(wrong.argmax())
             raise ValueError(
-                f"slot {slot}: cannot go back from {written} to {length} tokens; {furthest} were written once and at "
-                f"most {self.drafts} of them (drafts) may be taken back"
+                f"slot {slots[i]}: cannot go back from {written[i]} to {lengths[i]} tokens; {furthest[i]} were written "
+                f"once and at most {self.drafts} of them (drafts) may be taken back"
             )
-        self._lengths[slot] = length
+        self._end_at(slots, lengths)
+
+    def _end_at(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """The sequences are this long. A replica of a boundary further on may hold rows that are gone: it is forgotten,
+        and copied again when its boundary is passed again."""
+        self._lengths[slots] = lengths
+        held = self._replicas[slots]  # [n, 2]
+        self._replicas[slots] = np.where(held > lengths[:, None], -1, held)
+
+    def begin_drafts(self, slots: np.ndarray, block: int) -> DraftWindow:
+        """What a draft pass over `block` rows per slot reads, the first of them at the slot's length. ValueError where
+        there are no draft layers."""
+        if not self.windows.draft_layers:
+            raise ValueError("this cache was made without drafts, or for a model without draft stages")
+        return DraftWindow(self.windows, slots, self._lengths[slots], block)
 
     # -- edits ----------------------------------------------------------------------------------------------------
 
@@ -190,7 +214,8 @@ class CacheStorage:
         slot, length = order.slot, order.length
         if length > self._capacity[slot]:
             raise ValueError(f"slot {slot}: {length} tokens do not fit into its {self._capacity[slot]}")
-        self._lengths[slot] = self._furthest[slot] = length
+        self._furthest[slot] = length
+        self._end_at(np.array([slot]), np.array([length]))
         size, count = self.last_tokens.shape[1], len(order.last_tokens)
         if not size or not count:
             return

@@ -113,7 +113,7 @@ def test_nothing_below_the_start_of_a_replay_is_read(model):
     storage, shared = warmed(model, drafts=5, window_entries=1)
     hit, start = 256, 256 - WINDOW
     hit_slot(storage, 1, ids(), hit, start, range(10, 14), shared)
-    storage.windows.pool[:, storage.windows.slot_rows(1)[0]] = float("nan")
+    storage.windows.pool[:, storage.windows.ring_of(1)] = float("nan")
     for rows in storage.open_rows.rows.values():
         rows[1] = float("nan")
     bounds = Bounds(start, hit)

@@ -23,7 +23,14 @@ from deepinfer.cache.edits import (
     SetLength,
     SetTable,
 )
-from deepinfer.cache.formats import block_bytes, format_problem, ring_rows, slot_bytes, window_entry_bytes
+from deepinfer.cache.formats import (
+    block_bytes,
+    format_problem,
+    ring_rows,
+    slot_bytes,
+    staging_bytes,
+    window_entry_bytes,
+)
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.model import Batch, Chunk, load_model
 from deepinfer.model.presets import flash, tiny
@@ -226,12 +233,17 @@ def test_the_sizes_are_those_of_the_tensors():
             storage = CacheStorage(config, device=torch.device("meta"), **sizes)
             blocks = sum(pool[0].nbytes for records in storage.records.values() for pool in records.blocks())
             assert block_bytes(config, kv_format) == blocks
-            entry = storage.windows.pool[:, : config.sliding_window].nbytes
+            entry = storage.stored_windows.rows[0].nbytes
             assert window_entry_bytes(config, kv_format) == entry
-            slot = storage.windows.pool[:, : storage.windows.staging].nbytes + storage.last_tokens.nbytes
+            windows = storage.windows
+            slot = windows.pool[:, : windows.staging].nbytes + windows.replica_rows.nbytes + storage.last_tokens.nbytes
             slot += sum(rows.nbytes for rows in storage.open_rows.rows.values())
             assert slot_bytes(config, kv_format, 5) == slot
             assert slot_bytes(config, kv_format, 5, replicas=False) == slot - 2 * entry
+            for drafts, rows in ((0, 7), (5, max(7, 3 * config.dspark_block_size))):  # 3 sequences' draft blocks
+                pool = CacheStorage(config, device=torch.device("meta"), **sizes | {"drafts": drafts}).windows.pool
+                staged = pool[:, :1].nbytes * rows
+                assert staging_bytes(config, kv_format, 7, drafts=drafts, max_num_seqs=3) == staged
 
 
 def test_the_real_model_has_the_bytes_of_the_specification():

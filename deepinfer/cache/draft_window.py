@@ -1,0 +1,42 @@
+"""What a draft pass sees of the cache: the target's last window as the draft layers keep it, and the block itself.
+
+Every row of a slot's block sees the same rows: positions n - W .. n - 1, n being the slot's length, and all rows of the
+block, also those behind it (the block is no causal sequence). The block's rows live in the staging area for the length
+of a layer and are never committed: the step that verifies the drafts writes the rings.
+
+Nothing else bounds what is shown, neither where a replay started nor where truncation began (`window_floor`,
+`keep_from`). Both lie too far back to matter: a hit ends at least a window and a verify step before the last known
+token (prefix.ReplayPolicy.margin, 134 = 128 + 6), and as many rows of a prompt's end pass the last layers
+(yoco_keep_tokens), so all W rows before n were written by this sequence, in this slot, with all taps. A sequence that
+was driven otherwise finds older rows of its slot there, which costs acceptance and never a token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.cache.records import WindowRings
+
+
+class DraftWindow:
+    """Made by `CacheStorage.begin_drafts`, for R slots.
+
+    positions: int64 [R * block], n .. n + block - 1 of each slot. indices: int64 [R * block, W + block], rows of a
+    layer's pool that each row reads: positions max(0, n - W) .. n - 1, oldest first, then -1; then the block.
+    """
+
+    def __init__(self, rings: WindowRings, slots: np.ndarray, lengths: np.ndarray, block: int) -> None:
+        """slots, lengths: int64 [R]."""
+        self._rings, device = rings, rings.pool.device
+        wanted = np.maximum(lengths - rings.window, 0)[:, None] + np.arange(rings.window)  # [R, W]
+        context = np.where(wanted < lengths[:, None], slots[:, None] * rings.ring + wanted % rings.ring, -1)
+        own = rings.staging + np.arange(len(slots) * block).reshape(-1, block)  # [R, block]
+        seen = torch.from_numpy(np.concatenate((context, own), axis=1)).to(device)
+        self.positions = torch.from_numpy((lengths[:, None] + np.arange(block)).ravel()).to(device)
+        self.indices = seen.repeat_interleave(block, dim=0)
+
+    def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Show the block's entries kv [R * block, D] of a draft layer to its attention -> the pool, `indices`."""
+        return self._rings.stage(layer, kv), self.indices
