@@ -11,6 +11,7 @@ from deepinfer.speculation.budget import StepCosts
 
 Whole = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+UNBOUNDED = 1 << 30
 
 
 class DraftPlan(NamedTuple):
@@ -36,7 +37,9 @@ class DraftPlanner:
         """A new sequence takes the slot (also one that comes back after a preemption)."""
         raise NotImplementedError
 
-    def plan(self, slots: Whole, most: Whole, other_rows: int = 0, other_samples: int = 0, room: int = 1 << 30) -> DraftPlan:
+    def plan(
+        self, slots: Whole, most: Whole, other_rows: int = 0, other_samples: int = 0, room: int = 1 << 30
+    ) -> DraftPlan:
         """The next step. slots [R]: its decodes; most [R]: drafts that each may use (limit, blocks); other_rows and
         other_samples: rows of prefill chunks in the step, and how many of these chunks draw a token; room: rows that
         may be added to the step beside the R anchors. Called once per step, in order."""
