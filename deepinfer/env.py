@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deepinfer.config import VERIFY_ROWS
+
 
 class EnvironmentVariableError(ValueError):
     """A variable whose value cannot be used. The message names every such variable and what it accepts."""
@@ -61,14 +63,16 @@ def _switch(text: str) -> bool:
     raise ValueError("use 1 or 0")
 
 
-def _count(minimum: int) -> Callable[[str], int]:
+def _count(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    accepted = f"use an integer >= {minimum}" if maximum is None else f"use an integer from {minimum} to {maximum}"
+
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise ValueError(f"use an integer >= {minimum}") from None
-        if value < minimum:
-            raise ValueError(f"use an integer >= {minimum}")
+            raise ValueError(accepted) from None
+        if value < minimum or (maximum is not None and value > maximum):
+            raise ValueError(accepted)
         return value
 
     return parse
@@ -95,19 +99,19 @@ VARIABLES: tuple[Variable, ...] = (
         "model/hub.py",
     ),
     Variable(
-        "DEEPINFER_USE_NEXTN_DECODE", "nextn_decode", "integer >= 0", _count(0), 5,
-        "Tokens drafted per step by DSpark; 0 = no drafting. A checkpoint without draft stages drafts nothing.",
-        "speculation",
+        "DEEPINFER_USE_NEXTN_DECODE", "nextn_decode", "integer 0 .. 5", _count(0, VERIFY_ROWS - 1), 5,
+        "Tokens drafted and verified per step by DSpark, at most; 0 = no drafting. A checkpoint without draft stages "
+        "drafts nothing, one with shorter blocks as many as a block has.", "LLM, engine",
     ),
     Variable(
         "DEEPINFER_ENABLE_MTP_VARLEN", "mtp_varlen", "0, 1", _switch, True,
-        "Verify only the drafts that the confidence head expects to pay off. Reproducible sampling needs 0.",
-        "speculation", planned=True,
+        "Verify only the drafts that their confidence and the cost of a step, measured at start, let pay off; 0 = all. "
+        "Tokens of requests with a seed do not depend on it, so reproducible sampling allows both.", "LLM, engine",
     ),
     Variable(
         "DEEPINFER_BATCH_INVARIANT", "batch_invariant", "0, 1", _switch, False,
-        "Use only kernels whose result does not depend on the other rows of a batch. 1 is refused for now: not every "
-        "path can promise it.", "LLM, engine",
+        "A request gives the same bits alone and in any company, whatever its seed. 1 is refused where an operator "
+        "cannot promise it: it needs float32 on a CPU with its kernels, and exact prefix hits.", "LLM, engine",
     ),
     Variable(
         "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "yoco_truncation_mode", "compact, off",

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from threading import RLock
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -17,111 +18,44 @@ from deepinfer.cache import Cache
 from deepinfer.codec.tokenizer import Tokenizer
 from deepinfer.config import blocks_for
 from deepinfer.engine.admission import check_label
-from deepinfer.engine.build import build_core, engine_config
+from deepinfer.engine.arguments import Arguments, EngineArguments, shows_arguments
+from deepinfer.engine.build import build_core, describe, load
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.settings import Settings, check_seed, check_sizes, resolve_settings
-from deepinfer.model import Chunk, load_model
+from deepinfer.engine.settings import Settings, resolve_settings
+from deepinfer.model import Chunk
 from deepinfer.model.hub import resolve_model
 
 
 class LLM:
     """A loaded model that answers prompts. Threads may share one: their requests are batched together.
 
-    model: a local Hugging Face directory, a hub id, or "nano"; None = DEEPINFER_HF_MODEL_DIR, else "nano".
-    device: auto, cpu, cuda. dtype: auto, float32 (weights widened, nothing rounded), bfloat16 (the release's numerics).
-    max_model_len: longest prompt + output in tokens; None = as long as model and memory allow.
-    max_num_seqs: sequences under way at once. max_num_batched_tokens: tokens computed per step.
-    gpu_memory_utilization: share of a GPU's memory for weights and cache together. num_blocks: cache blocks of 128
-    tokens; None = what fits. seed: seed of the seeds that requests without seq_seed get, so that a script repeats
-    itself; None = random ones. verbose: print the effective settings and the loading progress to stderr.
-
-    enable_prefix_caching: compute what prompts begin with in common once; prefix_mode: "exact" gives the tokens of a
-    cold run, "bounded" recomputes less after a hit without a stored window and is an approximation. kv_format: auto,
-    float32, bfloat16, packed; auto rounds nothing that the dtype has not rounded. yoco_truncation: "compact" runs the
-    layers after the last KV source on a prompt's last yoco_keep_tokens only, an approximation; None = as the
-    environment says. overlap: schedule the next step while one runs; None = on a GPU. queue_policy: "first-come", or
-    "fair" between tenants. window_store_bytes, offload_bytes: host memory for windows of cached prefixes and for
-    preempted sequences; None = a share, of which offload_bytes gets none on a CPU. 0 = windows, or what was preempted,
-    are computed again.
-
-    ep, dp, cp, nextn and batch_invariant are part of the interface; what of it works is decided in engine/settings.py,
-    and anything that cannot be had is refused with a reason or stated in the printed settings.
-    Raises ValueError naming the argument, the field of config.json, or the file.
+    model: a local Hugging Face directory, a hub id, or "nano"; None = DEEPINFER_HF_MODEL_DIR, else "nano". verbose:
+    print the effective settings and the loading progress to stderr. All other arguments are the fields of
+    `EngineArguments` (engine/arguments.py), where each is explained; `help(LLM.__init__)` shows them with their
+    defaults. What cannot be had is refused with a reason or stated in the printed settings.
+    Raises ValueError naming the argument, the field of config.json, or the file; TypeError for an unknown argument.
     """
 
+    @shows_arguments
     def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.85,
-        ep: int = 1,
-        dp: int | None = None,
-        cp: int = 1,
-        nextn: int | None = None,
-        enable_prefix_caching: bool = True,
-        prefix_mode: str = "exact",
-        kv_format: str = "auto",
-        yoco_truncation: str | None = None,
-        yoco_keep_tokens: int | None = None,
-        overlap: bool | None = None,
-        queue_policy: str = "first-come",
-        window_store_bytes: int | None = None,
-        offload_bytes: int | None = None,
-        batch_invariant: bool | None = None,
-        seed: int | None = 0,
-        num_blocks: int | None = None,
-        verbose: bool = True,
+        self, model: str | Path | None = None, *, verbose: bool = True, **arguments: Unpack[Arguments]
     ) -> None:
-        check_sizes(max_num_seqs, max_model_len, num_blocks)
-        check_seed(seed)
-        chosen = resolve_settings(
-            device=device,
-            dtype=dtype,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            ep=ep,
-            dp=dp,
-            cp=cp,
-            nextn=nextn,
-            enable_prefix_caching=enable_prefix_caching,
-            prefix_mode=prefix_mode,
-            kv_format=kv_format,
-            yoco_truncation=yoco_truncation,
-            yoco_keep_tokens=yoco_keep_tokens,
-            overlap=overlap,
-            queue_policy=queue_policy,
-            window_store_bytes=window_store_bytes,
-            offload_bytes=offload_bytes,
-            batch_invariant=batch_invariant,
-        )
+        chosen = resolve_settings(EngineArguments(**arguments))
         self.path = resolve_model(None if model is None else str(model))
         self.tokenizer = Tokenizer.from_directory(self.path)
-        self.model = load_model(self.path, device=str(chosen.device), dtype=chosen.dtype, progress=verbose)
+        self.model, self.engine_config = load(self.path, chosen, progress=verbose)
         self.config = self.model.config
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ValueError(
                 f"{self.path}: tokenizer.json has {self.tokenizer.vocab_size} ids and config.json's vocab_size is "
                 f"{self.config.vocab_size}; the files belong to different models"
             )
-        self.engine_config = engine_config(
-            chosen,
-            self.config,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
-            num_blocks=num_blocks,
-            seed=seed,
-        )
+        core = build_core(self.path, self.model, self.engine_config, progress=verbose)
         self.engine = Engine(
-            build_core(self.path, self.model, self.engine_config),
+            core,
             detokenizer=self.tokenizer.text_stream,
             report=lambda line: tqdm.write(f"deepinfer: {line}", file=sys.stderr),  # above a progress bar, not through
             report_interval=chosen.logging_interval,
@@ -133,7 +67,7 @@ class LLM:
         self._streams: dict[str, deque[SequenceDelta]] = {}
         self._abandoned: deque[str] = deque()  # requests that nobody waits for any more, to be discarded between turns
         if verbose:
-            print(chosen.describe(self.path, self.config, self.engine_config), file=sys.stderr)
+            print(describe(self.path, chosen, self.config, core), file=sys.stderr)
 
     def generate(
         self,

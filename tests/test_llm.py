@@ -16,6 +16,7 @@ from golden import golden_dir, load
 
 from deepinfer import LLM, InvalidRequestError, SamplingParams
 from deepinfer.cache.formats import block_bytes, staging_bytes
+from deepinfer.engine.arguments import EngineArguments
 from deepinfer.engine.build import engine_config
 from deepinfer.engine.settings import resolve_settings
 from deepinfer.engine.sizing import divide_memory, fit
@@ -453,7 +454,9 @@ def test_logits_refuse_what_the_model_cannot_read(llm) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("ep", 8), ("dp", 2), ("cp", 2), ("batch_invariant", True), ("dtype", "fp16"), ("device", "tpu"), ("nextn", -1),
+        ("ep", 8), ("dp", 2), ("cp", 2), ("batch_invariant", 1), ("dtype", "fp16"), ("device", "tpu"),
+        ("nextn", -1), ("nextn", 1), ("nextn", 6), ("nextn", True), ("mtp_varlen", "on"),
+        
         ("gpu_memory_utilization", 0), ("max_model_len", 10**9), ("max_num_seqs", 0), ("max_num_batched_tokens", 1),
         ("num_blocks", 0), ("prefix_mode", "off"), ("enable_prefix_caching", "exact"), ("kv_format", "fp8"),
         ("kv_format", "packed"), ("yoco_truncation", "on"), ("overlap", 1), ("queue_policy", "lifo"),
@@ -485,7 +488,8 @@ def test_effective_settings_are_printed_with_what_is_not_in_force(tiny_checkpoin
     LLM(tiny_checkpoint, device="cpu", max_model_len=256)
     shown = capsys.readouterr().err
     for part in (
-        "device cpu, dtype float32", "context 256", "nextn 0 instead of 5", "seed 0",
+        "device cpu, dtype float32", "context 256", "seed 0", "batch invariance not asked for",
+        "no drafting: nextn 0 instead of 5, the checkpoint has no draft stages",
         # the dependency cone of 8 layers with windows of 16: 8 x 15
         "prefix caching exact, a hit without a stored window computes 120 tokens again; up to 64 windows kept in",
         "cache records float32, 196,608 bytes per block", "every token of a prompt runs through every layer",
@@ -598,31 +602,21 @@ def test_fewer_blocks_are_left_where_steps_are_larger(tiny_checkpoint: Path, mon
     monkeypatch.setattr("deepinfer.engine.build.free_memory", lambda _: (1 << 28, 1 << 28))
     blocks = []
     for batched in (64, 4096):
-        settings = resolve_settings(
-            device="cpu", dtype="auto", max_num_seqs=4, max_num_batched_tokens=batched, gpu_memory_utilization=0.85,
-            ep=1, dp=None, cp=1, nextn=None, enable_prefix_caching=True, batch_invariant=None,
-        )  # fmt: skip
+        settings = resolve_settings(EngineArguments(device="cpu", max_num_seqs=4, max_num_batched_tokens=batched))
         blocks.append(engine_config(settings, config).num_blocks)
     difference = staging_bytes(config, "float32", 4096) - staging_bytes(config, "float32", 64)
     assert abs((blocks[0] - blocks[1]) * per_block - difference) < per_block
 
 
 def test_environment_gives_the_defaults(monkeypatch) -> None:
-    options = {
-        "device": "auto", "dtype": "auto", "max_num_seqs": 4, "max_num_batched_tokens": None,
-        "gpu_memory_utilization": 0.85, "ep": 1, "dp": None, "cp": 1, "nextn": None, "enable_prefix_caching": False,
-        "batch_invariant": None,
-    }  # fmt: skip
     monkeypatch.setenv("DEEPINFER_ACCELERATOR", "cpu")
     monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", "0")
-    settings = resolve_settings(**options)
+    monkeypatch.setenv("DEEPINFER_ENABLE_MTP_VARLEN", "0")
+    settings = resolve_settings(EngineArguments())
     assert (settings.device.type, settings.dtype, settings.notes) == ("cpu", "float32", ())
-    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "1")
-    with pytest.raises(ValueError, match=r"^DEEPINFER_BATCH_INVARIANT: .* unset it, or pass batch_invariant=False"):
-        resolve_settings(**options)
-    with pytest.raises(ValueError, match=r"^batch_invariant: .* use batch_invariant=False"):
-        resolve_settings(**options | {"batch_invariant": True})
-    assert resolve_settings(**options | {"batch_invariant": False}).device.type == "cpu"
+    assert (settings.nextn, settings.nextn_asked, settings.varlen, settings.batch_invariant) == (0, False, False, False)
+    settings = resolve_settings(EngineArguments(nextn=3, mtp_varlen=True))
+    assert (settings.nextn, settings.nextn_asked, settings.varlen) == (3, True, True)
 
 
 def test_keep_tokens_without_truncation_are_said_to_be_without_effect(tiny_checkpoint: Path, capsys) -> None:

@@ -14,31 +14,33 @@ from deepinfer.cache.formats import LAYOUT_VERSION, block_bytes, slot_bytes, sta
 from deepinfer.cache.hashing import namespace
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
-from deepinfer.config import EngineConfig
+from deepinfer.config import BLOCK_SIZE, EngineConfig, blocks_for
 from deepinfer.engine.core import EngineCore
+from deepinfer.engine.drafting import describe_drafting, draft_length, every_request_is_reproducible
 from deepinfer.engine.runner import ModelRunner
-from deepinfer.engine.settings import Settings, check_keep_tokens, check_seed
+from deepinfer.engine.settings import Settings, check_keep_tokens
 from deepinfer.engine.sizing import divide_memory, fit
 from deepinfer.kernels.device import free_memory
+from deepinfer.model import load_model
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.digest import model_digest
 
 
-def engine_config(
-    settings: Settings,
-    model: ModelConfig,
-    *,
-    max_model_len: int | None = None,
-    gpu_memory_utilization: float = 0.85,
-    num_blocks: int | None = None,
-    seed: int | None = 0,
-) -> EngineConfig:
-    """The sizes of an engine in the memory that is free now, after the weights were loaded. Arguments as of `LLM`.
+def load(path: Path, settings: Settings, *, progress: bool = False) -> tuple[DeepseekV41, EngineConfig]:
+    """The model of a directory, with its draft stages if they are to be used, and the sizes of an engine in the memory
+    that it leaves. ValueError naming what does not fit."""
+    drafts = draft_length(settings, ModelConfig.from_dir(path)) > 0  # refused before anything is read
+    model = load_model(path, device=str(settings.device), dtype=settings.dtype, drafts=drafts, progress=progress)
+    return model, engine_config(settings, model.config)
+
+
+def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
+    """The sizes of an engine in the memory that is free now, after the weights were loaded.
 
     ValueError naming the argument that does not fit this model or this memory, with the nearest that does.
     """
-    check_seed(seed)
+    drafts = draft_length(settings, model)
     if settings.truncation:
         check_keep_tokens(settings.keep_tokens, model)
         if (problem := model.narrowing_obstacle()) is not None:
@@ -50,7 +52,7 @@ def engine_config(
         device_total=device_total,
         host_free=host_free,
         device_type=settings.device.type,
-        gpu_memory_utilization=gpu_memory_utilization,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         window_store_bytes=settings.window_store_bytes,
         offload_bytes=settings.offload_bytes,
     )
@@ -67,26 +69,58 @@ def engine_config(
             f"use at least that, or 0 to keep none"
         )
     keeps_windows = 0 < per_window <= memory.windows
-    return fit(
+    config = fit(
         context=model.max_position_embeddings,
-        max_model_len=max_model_len,
+        max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         bytes_per_block=per_block,
-        bytes_per_slot=slot_bytes(model, settings.kv_format, 0, replicas=keeps_windows),
+        bytes_per_slot=slot_bytes(model, settings.kv_format, drafts, replicas=keeps_windows)
+        + _draft_logit_bytes(settings, drafts, model.vocab_size),
         memory=memory.blocks,
         bytes_per_step_token=staging_bytes(model, settings.kv_format, 1),
-        num_blocks=num_blocks,
+        num_blocks=settings.num_blocks,
         bytes_per_window=per_window,
         window_memory=memory.windows,
         kv_format=settings.kv_format,
         prefix_caching=settings.prefix_caching,
         truncation=settings.truncation,
         keep_tokens=settings.keep_tokens,
+        drafts=drafts,
+        varlen=settings.varlen and drafts > 0,
+        batch_invariant=settings.batch_invariant,
         overlap=settings.overlap,
         queue_policy=settings.queue_policy,
         offload_bytes=memory.offload,
-        seed=seed,
+        seed=settings.seed,
+    )
+    if config.batch_invariant and config.truncation:
+        _check_nobody_is_preempted(config)
+    return config
+
+
+def _draft_logit_bytes(settings: Settings, drafts: int, vocab_size: int) -> int:
+    """Of one sequence: what rejection sampling compares with, float32 [drafts, vocab]; without it nothing is kept."""
+    reproducible = every_request_is_reproducible(settings.seed, settings.batch_invariant)
+    return 0 if reproducible else drafts * vocab_size * 4
+
+
+def _check_nobody_is_preempted(config: EngineConfig) -> None:
+    """ValueError unless there are blocks for every sequence at full length.
+
+    Truncation keeps a prompt's last rows, hot or cold (hits end below them: engine/prefix_planner.py). A sequence that
+    gave its blocks up and is computed again counts its output as prompt: it keeps other rows, because others needed
+    room.
+    """
+    needed = config.max_num_seqs * blocks_for(config.max_model_len)
+    if config.num_blocks >= needed:
+        return
+    length = config.num_blocks // config.max_num_seqs * BLOCK_SIZE
+    shorter = f"max_model_len <= {length}, " if length >= 2 else ""
+    raise ValueError(
+        f'yoco_truncation: "compact" with batch_invariant needs blocks for {config.max_num_seqs} sequences of '
+        f"{config.max_model_len} tokens, {needed}, and there are {config.num_blocks}: a preempted sequence that is "
+        f'computed again would keep other rows; use {shorter}fewer max_num_seqs, or yoco_truncation "off"'
     )
 
 
@@ -96,10 +130,11 @@ def build_core(
     config: EngineConfig,
     *,
     on_event: Callable[[CacheEvent], None] | None = None,
+    progress: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> EngineCore:
     """An engine core on a loaded model. path: the model's directory, which names the content of its cache. on_event:
-    told what the prefix cache stores and loses."""
+    told what the prefix cache stores and loses. progress: show it on stderr if measuring steps takes long."""
     storage = CacheStorage.for_model(
         model,
         max_num_seqs=config.max_num_seqs,
@@ -131,3 +166,8 @@ def build_core(
         namespace=partial(namespace, model_digest(path), config.kv_format, LAYOUT_VERSION),
         clock=clock,
     )
+
+
+def describe(path: Path, settings: Settings, model: ModelConfig, core: EngineCore) -> str:
+    """What is printed at start: the settings in force, drafting among them."""
+    return settings.describe(path, model, core.config, describe_drafting(settings, model, core.config))

@@ -1,8 +1,11 @@
 """Which settings are in force. A wish that cannot be had is refused with the nearest working one, or stated as off."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -17,11 +20,13 @@ from deepinfer.config import (
     EngineConfig,
     check_whole_number,
 )
-from deepinfer.env import VARIABLES, read_environment
+from deepinfer.engine.arguments import EngineArguments
+from deepinfer.env import VARIABLES, Environment, read_environment
 from deepinfer.kernels import select
 from deepinfer.kernels.device import resolve_device
 from deepinfer.model.config import ModelConfig
 
+T = TypeVar("T")
 DTYPES = ("float32", "bfloat16")
 TRUNCATION_MODES = ("compact", "off")
 # Enough rows to fill a matrix unit, few enough that a step's activations stay small beside the weights.
@@ -34,8 +39,13 @@ class Settings:
 
     device: torch.device
     dtype: str
+    max_model_len: int | None
+    """None = what model and memory allow."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    num_blocks: int | None
+    """None = what fits."""
     kv_format: str
     prefix_caching: str
     """"off", "exact" or "bounded"."""
@@ -46,13 +56,21 @@ class Settings:
     window_store_bytes: int | None
     """None = a share of host memory."""
     offload_bytes: int | None
+    nextn: int
+    """Drafts wished for; engine/drafting.py says how many the checkpoint gives."""
+    nextn_asked: bool
+    """By the caller: then what cannot be had is an error, and not a note."""
+    varlen: bool
+    batch_invariant: bool
+    seed: int | None
     logging_interval: int
     """Steps between two progress lines, 0 = none."""
     notes: tuple[str, ...]
     """One line for every wish that is part of the interface and not in force."""
 
-    def describe(self, path: Path, model: ModelConfig, config: EngineConfig) -> str:
-        """The lines printed at start: what is in force, with the numbers that follow from model and memory."""
+    def describe(self, path: Path, model: ModelConfig, config: EngineConfig, drafting: tuple[str, ...] = ()) -> str:
+        """The lines printed at start: what is in force, with the numbers that follow from model and memory. drafting:
+        the lines of engine/drafting.py."""
         lines = [
             f"deepinfer: {path}",
             f"  device {self.device}, dtype {self.dtype}, {torch.get_num_threads()} CPU threads",
@@ -67,7 +85,13 @@ class Settings:
             "tokens, an approximation",
             f"  {'overlapped' if config.overlap else 'plain'} loop, queue {config.queue_policy}, "
             f"{_describe_offload(config)}",
+            *(f"  {line}" for line in drafting),
             f"  seeds of requests without one: {'random' if config.seed is None else f'drawn from seed {config.seed}'}",
+            "  batch invariant: a request gives the same bits alone and in any company"
+            if config.batch_invariant
+            else "  not batch invariant: bits of a request may depend on its company"
+            if batch_invariance_problem(self.device, self.dtype) is not None
+            else "  batch invariance not asked for",
         ]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -94,122 +118,140 @@ def _describe_offload(config: EngineConfig) -> str:
     )
 
 
-def check_sizes(max_num_seqs: int, max_model_len: int | None, num_blocks: int | None) -> None:
-    """Raises ValueError naming the argument: these are checked before a model is loaded for nothing."""
-    check_whole_number("max_num_seqs", max_num_seqs)
-    for name, size in (("max_model_len", max_model_len), ("num_blocks", num_blocks)):
-        if size is not None:
-            check_whole_number(name, size)
+def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | None = None) -> Settings:
+    """Resolves what was asked for against the environment and what is built. ValueError names the argument.
 
-
-def resolve_settings(
-    *,
-    device: str,
-    dtype: str,
-    max_num_seqs: int,
-    max_num_batched_tokens: int | None,
-    gpu_memory_utilization: float,
-    ep: int,
-    dp: int | None,
-    cp: int,
-    nextn: int | None,
-    enable_prefix_caching: bool,
-    batch_invariant: bool | None,
-    prefix_mode: str = "exact",
-    kv_format: str = "auto",
-    yoco_truncation: str | None = None,
-    yoco_keep_tokens: int | None = None,
-    overlap: bool | None = None,
-    queue_policy: str = "first-come",
-    window_store_bytes: int | None = None,
-    offload_bytes: int | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Settings:
-    """Resolves the arguments of LLM against the environment and what is built. ValueError names the argument."""
+    All that can be wrong without the model is found here, before one is loaded for nothing.
+    """
     environment = read_environment(environ)
-    for name, value in (("ep", ep), ("dp", 1 if dp is None else dp), ("cp", cp)):
-        if value != 1:
-            raise ValueError(f"{name}: {value!r} needs several ranks, which are not built yet; use {name}=1")
-    if environment.world_size != 1:
-        raise ValueError(f"WORLD_SIZE={environment.world_size}: several ranks are not built yet; run one process")
-    if batch_invariant or (batch_invariant is None and environment.batch_invariant):
-        # torch's CPU and CUDA matrix products choose their blocking by the number of rows
-        asked, way_out = (
-            ("batch_invariant", "use batch_invariant=False")
-            if batch_invariant
-            else ("DEEPINFER_BATCH_INVARIANT", "set it to 0 or unset it, or pass batch_invariant=False")
-        )
-        raise ValueError(
-            f"{asked}: not every path of this version promises bit-equal logits across batch sizes; {way_out} (float32 "
-            "on a CPU with its kernels is bit-equal without being asked)"
-        )
-    if (
-        not isinstance(gpu_memory_utilization, (int, float))
-        or isinstance(gpu_memory_utilization, bool)
-        or not 0 < gpu_memory_utilization <= 1
-    ):
-        raise ValueError(
-            f"gpu_memory_utilization: must be a number above 0 and at most 1, got {gpu_memory_utilization!r}"
-        )
-    if max_num_batched_tokens is not None:
-        check_whole_number("max_num_batched_tokens", max_num_batched_tokens)
-    if yoco_keep_tokens is not None:
-        check_whole_number("yoco_keep_tokens", yoco_keep_tokens)
-    wished_drafts = environment.nextn_decode if nextn is None else nextn
-    if not isinstance(wished_drafts, int) or isinstance(wished_drafts, bool) or wished_drafts < 0:
-        raise ValueError(f"nextn: must be a whole number >= 0, got {nextn!r}")
-    if prefix_mode == "off":
+    _check_ranks(arguments, environment)
+    _check_numbers(arguments)
+    check_seed(arguments.seed)
+    if arguments.prefix_mode == "off":
         raise ValueError("prefix_mode: how cached prefixes are used; to use none, say enable_prefix_caching=False")
-    _check_word("prefix_mode", prefix_mode, tuple(mode for mode in PREFIX_MODES if mode != "off"))
-    _check_word("queue_policy", queue_policy, QUEUE_POLICIES)
-    _check_switch("enable_prefix_caching", enable_prefix_caching)
-    if overlap is not None:
-        _check_switch("overlap", overlap)
-    for name, size in (("window_store_bytes", window_store_bytes), ("offload_bytes", offload_bytes)):
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-            raise ValueError(f"{name}: must be a whole number of bytes >= 0, or None for a share, got {size!r}")
-    truncation = environment.yoco_truncation_mode if yoco_truncation is None else yoco_truncation
+    _check_word("prefix_mode", arguments.prefix_mode, tuple(mode for mode in PREFIX_MODES if mode != "off"))
+    _check_word("queue_policy", arguments.queue_policy, QUEUE_POLICIES)
+    for name in ("overlap", "mtp_varlen", "batch_invariant"):
+        if getattr(arguments, name) is not None:
+            _check_switch(name, getattr(arguments, name))
+    _check_switch("enable_prefix_caching", arguments.enable_prefix_caching)
+    truncation = _or(arguments.yoco_truncation, environment.yoco_truncation_mode)
     _check_word("yoco_truncation", truncation, TRUNCATION_MODES)
-    notes = []
-    if truncation == "off" and yoco_keep_tokens is not None:
-        notes.append(f'yoco_keep_tokens {yoco_keep_tokens} without effect: yoco_truncation is "off"')
-    if wished_drafts:
-        notes.append(f"nextn 0 instead of {wished_drafts}: drafting is not built yet")
-    idle = [v for v in VARIABLES if v.planned and getattr(environment, v.field) != v.default]
-    if idle:
-        notes.append(f"without effect, not built yet: {', '.join(v.name for v in idle)}")
-    if environment.unknown:
-        notes.append(f"environment variables without a meaning: {', '.join(environment.unknown)}")
+    nextn = _or(arguments.nextn, environment.nextn_decode)
 
-    where = resolve_device(environment.accelerator if device == "auto" else device)
+    device = resolve_device(environment.accelerator if arguments.device == "auto" else arguments.device)
+    dtype = arguments.dtype
     if dtype == "auto":
-        dtype = "float32" if where.type == "cpu" else "bfloat16"  # a CPU gains nothing from imitating the rounding
+        dtype = "float32" if device.type == "cpu" else "bfloat16"  # a CPU gains nothing from imitating the rounding
     _check_word("dtype", dtype, DTYPES, "auto")
+    kv_format = arguments.kv_format
     if kv_format == "auto":
         kv_format = "packed" if dtype == "bfloat16" else "float32"  # in both cases nothing more is rounded
     _check_word("kv_format", kv_format, KV_FORMATS, "auto")
     problem = format_problem(kv_format, getattr(torch, dtype))
     if problem is not None:
         raise ValueError(problem)
-    if max_num_batched_tokens is None:
-        max_num_batched_tokens = max(DEFAULT_STEP_TOKENS[where.type], max_num_seqs)
+    prefix_caching = arguments.prefix_mode if arguments.enable_prefix_caching else "off"
+    batch_invariant = _or(arguments.batch_invariant, environment.batch_invariant)
+    if batch_invariant:
+        _check_batch_invariance(arguments, device, dtype, prefix_caching)
+    most = arguments.max_num_batched_tokens
     return Settings(
-        device=where,
+        device=device,
         dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=max(DEFAULT_STEP_TOKENS[device.type], arguments.max_num_seqs) if most is None else most,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        num_blocks=arguments.num_blocks,
         kv_format=kv_format,
-        prefix_caching=prefix_mode if enable_prefix_caching else "off",
+        prefix_caching=prefix_caching,
         truncation=truncation == "compact",
-        keep_tokens=environment.yoco_keep_tokens if yoco_keep_tokens is None else yoco_keep_tokens,
+        keep_tokens=_or(arguments.yoco_keep_tokens, environment.yoco_keep_tokens),
         # a second thread for the host's part pays where the device is another chip
-        overlap=where.type != "cpu" if overlap is None else overlap,
-        queue_policy=queue_policy,
-        window_store_bytes=window_store_bytes,
-        offload_bytes=offload_bytes,
+        overlap=_or(arguments.overlap, device.type != "cpu"),
+        queue_policy=arguments.queue_policy,
+        window_store_bytes=arguments.window_store_bytes,
+        offload_bytes=arguments.offload_bytes,
+        nextn=nextn,
+        nextn_asked=arguments.nextn is not None,
+        varlen=_or(arguments.mtp_varlen, environment.mtp_varlen),
+        batch_invariant=batch_invariant,
+        seed=arguments.seed,
         logging_interval=environment.logging_interval_step,
-        notes=tuple(notes),
+        notes=tuple(_notes(arguments, environment, truncation)),
     )
+
+
+def _notes(arguments: EngineArguments, environment: Environment, truncation: str) -> list[str]:
+    notes = []
+    if truncation == "off" and arguments.yoco_keep_tokens is not None:
+        notes.append(f'yoco_keep_tokens {arguments.yoco_keep_tokens} without effect: yoco_truncation is "off"')
+    idle = [v for v in VARIABLES if v.planned and getattr(environment, v.field) != v.default]
+    if idle:
+        notes.append(f"without effect, not built yet: {', '.join(v.name for v in idle)}")
+    if environment.unknown:
+        notes.append(f"environment variables without a meaning: {', '.join(environment.unknown)}")
+    return notes
+
+
+def batch_invariance_problem(device: torch.device, dtype: str) -> str | None:
+    """Why bits of one row may depend on the other rows of a step here, with the nearest setting that works; None where
+    every operator is invariant: the CPU kernels compute each row alone, in a fixed order."""
+    if device.type == "cpu" and dtype == "float32":
+        if select.cpu_twins(device, torch.float32):
+            return None
+        return f"the CPU kernels are missing ({select.explain(device, torch.float32)}); use batch_invariant=False"
+    # plain PyTorch chooses the blocking of a matrix product by its number of rows
+    return (
+        f"matrix products in {dtype} on {device.type} round differently for other numbers of rows; use device='cpu' "
+        "with dtype='float32', or batch_invariant=False"
+    )
+
+
+def _check_batch_invariance(arguments: EngineArguments, device: torch.device, dtype: str, prefix_caching: str) -> None:
+    """ValueError unless no other request can change a bit of one (spec/engine.md 8).
+
+    Prefix hits in exact mode give the bits of a cold run. Which drafts are verified changes no token, because every
+    request is reproducible then (speculation/verify.py), so verification may have any length. Truncation is looked at
+    where the number of blocks is known (engine/build.py).
+    """
+    problem = batch_invariance_problem(device, dtype)
+    if problem is None and prefix_caching == "bounded":
+        problem = (
+            "a hit of the prefix cache without a stored window is an approximation with prefix_mode 'bounded'; use "
+            "prefix_mode='exact' or enable_prefix_caching=False"
+        )
+    if problem is None:
+        return
+    if arguments.batch_invariant is not None:
+        raise ValueError(f"batch_invariant: {problem}")
+    raise ValueError(f"DEEPINFER_BATCH_INVARIANT: {problem} (or set the variable to 0)")
+
+
+def _check_ranks(arguments: EngineArguments, environment: Environment) -> None:
+    for name, value in (("ep", arguments.ep), ("dp", _or(arguments.dp, 1)), ("cp", arguments.cp)):
+        if value != 1:
+            raise ValueError(f"{name}: {value!r} needs several ranks, which are not built yet; use {name}=1")
+    if environment.world_size != 1:
+        raise ValueError(f"WORLD_SIZE={environment.world_size}: several ranks are not built yet; run one process")
+
+
+def _check_numbers(arguments: EngineArguments) -> None:
+    check_whole_number("max_num_seqs", arguments.max_num_seqs)
+    for name in ("max_model_len", "num_blocks", "max_num_batched_tokens", "yoco_keep_tokens"):
+        if (size := getattr(arguments, name)) is not None:
+            check_whole_number(name, size)
+    for name in ("window_store_bytes", "offload_bytes"):
+        size = getattr(arguments, name)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise ValueError(f"{name}: must be a whole number of bytes >= 0, or None for a share, got {size!r}")
+    share = arguments.gpu_memory_utilization
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization: must be a number above 0 and at most 1, got {share!r}")
+    nextn, most = arguments.nextn, VERIFY_ROWS - 1
+    if nextn is not None and (not isinstance(nextn, int) or isinstance(nextn, bool) or not 0 <= nextn <= most):
+        raise ValueError(f"nextn: must be a whole number from 0 to {most}, or None, got {nextn!r}")
 
 
 def check_keep_tokens(keep_tokens: int, model: ModelConfig) -> None:
@@ -232,6 +274,10 @@ def check_seed(seed: object) -> None:
     """ValueError unless it is a seed, or None for randomness."""
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64):
         raise ValueError(f"seed: must be a whole number from 0 to 2**64 - 1, or None for randomness, got {seed!r}")
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
 def _check_word(name: str, value: object, known: tuple[str, ...], *more: str) -> None:

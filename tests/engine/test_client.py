@@ -23,6 +23,7 @@ import pytest
 from deepinfer import LLM
 from deepinfer.cache.events import CacheEvent
 from deepinfer.codec.tokenizer import Tokenizer
+from deepinfer.engine.arguments import EngineArguments
 from deepinfer.engine.client import AsyncEngineClient, EngineDeadError, EngineDrainingError
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
 from deepinfer.engine.model_core import ModelCore
@@ -35,9 +36,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 MANY = 60
 LONG = SamplingParams(temperature=0.0, max_tokens=MANY, ignore_eos=True)
 SETTINGS = resolve_settings(
-    device="cpu", dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, gpu_memory_utilization=0.85, ep=1,
-    dp=None, cp=1, nextn=None, enable_prefix_caching=True, batch_invariant=None, environ={},
-)  # fmt: skip
+    EngineArguments(device="cpu", dtype="float32", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128),
+    environ={},
+)
 T = TypeVar("T")
 
 
@@ -302,7 +303,7 @@ def test_a_killed_engine_is_noticed_within_two_seconds_by_all_its_clients(
     async def watch() -> None:
         progress: list[str] = []
         owner = await AsyncEngineClient.start(
-            ModelCore(path=tiny_checkpoint, settings=SETTINGS, max_model_len=512),
+            ModelCore(path=tiny_checkpoint, settings=SETTINGS),
             on_progress=lambda stage, fraction: progress.append(stage),
         )
         assert {"weights", "cache"}.intersection(progress)
@@ -380,7 +381,7 @@ def test_a_core_is_described_by_the_arguments_of_llm(tiny_checkpoint: Path, monk
         assert name == "verbose" or ours.default == theirs[name].default, name
     monkeypatch.setenv("DEEPINFER_HF_MODEL_DIR", str(tiny_checkpoint))
     for core in (ModelCore.of(num_blocks=9, prefix_mode="bounded"), ModelCore.of(tiny_checkpoint, num_blocks=9)):
-        assert (core.path, core.num_blocks, core.settings.max_num_seqs) == (tiny_checkpoint, 9, 32)
+        assert (core.path, core.settings.num_blocks, core.settings.max_num_seqs) == (tiny_checkpoint, 9, 32)
     assert ModelCore.of(prefix_mode="bounded").settings.prefix_caching == "bounded"
     with pytest.raises(TypeError, match="max_seqs"):
         ModelCore.of(tiny_checkpoint, max_seqs=3)  # type: ignore[call-arg]
