@@ -2,7 +2,8 @@
 
 The runner keeps every slot's tokens in a table of its own and reads from it what it computes, so a step can be planned
 before the tokens it starts from are known. Steps run one after the other, each in a fixed order: edits, admissions,
-forward pass, forks, scores, draws. It runs in whatever thread calls it (engine/device_thread.py: one of its own).
+forward pass, forks, scores, draws, drafts. It runs in whatever thread calls it (engine/device_thread.py: one of its
+own).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,22 @@ import torch
 from torch import Tensor
 
 from deepinfer.cache.edits import Edit
+from deepinfer.config import VERIFY_ROWS
 from deepinfer.engine.plan import Admission, StepPlan, StepResult
 from deepinfer.engine.prompt_logprobs import score_prompts
-from deepinfer.engine.sampler import choose, list_top
+from deepinfer.engine.sampler import choose, list_top, logprobs_of
 from deepinfer.engine.sampling_state import SamplingState
+from deepinfer.engine.speculator import Speculator, TruncatingStorage, VerifyRows
 from deepinfer.model.batch import Batch
+from deepinfer.speculation.propose import Drafter
+
+if TYPE_CHECKING:
+    from deepinfer.speculation.calibration import Calibration
 
 Whole = npt.NDArray[np.int64]
 
 
-class Storage(Protocol):
+class Storage(TruncatingStorage, Protocol):
     """What the runner needs of the cache's tensors; the model needs the rest."""
 
     def apply(self, edits: Iterable[Edit]) -> None: ...
@@ -57,8 +64,20 @@ class Runner(ABC):
             return failed_result(error, time.perf_counter() - begin)
 
 
+class _Chunks(NamedTuple):
+    """Where a step's chunks really start and how long they are, [chunks] each: `starts`, `lengths` and `num_logits` of
+    the plan where nothing is drafted."""
+
+    starts: Whole
+    lengths: Whole
+    num_logits: Whole
+
+
 class ModelRunner(Runner):
-    """Runs the plans of one engine: up to `max_num_seqs` sequences of up to `max_model_len` tokens. clock: seconds."""
+    """Runs the plans of one engine: up to `max_num_seqs` sequences of up to `max_model_len` tokens. clock: seconds.
+
+    drafter: drafts `drafts` tokens behind every token drawn, for the steps whose plans say so.
+    """
 
     def __init__(
         self,
@@ -69,6 +88,9 @@ class ModelRunner(Runner):
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
+        drafter: Drafter | None = None,
+        drafts: int = 0,
+        calibration: Calibration | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
@@ -76,7 +98,22 @@ class ModelRunner(Runner):
         self.sampling = SamplingState(max_num_seqs, vocab_size, eos_token_ids=eos_token_ids, device=model.device)
         # What an earlier owner of a slot left behind its own last token stays: no plan reads a position before the
         # step that writes it.
-        self.tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=model.device)
+        width = max_model_len + (
+            VERIFY_ROWS if drafter else 0
+        )  # behind the longest sequence: what ended ones still draw and draft
+        self.tokens = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
+        self.speculator: Speculator | None = None
+        if drafter is not None:
+            self.speculator = Speculator(
+                drafter,
+                storage,
+                self.sampling,
+                self.tokens,
+                drafts=drafts,
+                max_model_len=max_model_len,
+                calibration=calibration,
+            )
+        self._max_model_len = max_model_len
         self._clock = clock
 
     @torch.inference_mode()
@@ -87,18 +124,26 @@ class ModelRunner(Runner):
         the plan half done: no sequence that it names can go on.
         """
         begin = self._clock()
-        rows = self._draw_rows(plan)
-        positions = self._draw_positions(plan, rows)
+        positions = self._draw_positions(plan)
         self._check(plan, positions)
         self.storage.apply(plan.edits)
         self._admit(plan.admissions)
         if plan.slots.size:
-            batch = self._batch(plan)
+            chunks = self._chunks(plan)
+            batch = self._batch(plan, chunks)
             prepared = self._clock() - begin
             logits = self.model.forward(batch, self.storage)
             self._fork(plan)
-            scores = score_prompts(logits[plan.num_decodes :], plan.scores)
-            result = self._draw(plan, rows, positions, logits)
+            decode_rows = int(chunks.num_logits[: plan.num_decodes].sum())
+            scores = score_prompts(logits[decode_rows:], plan.scores)
+            positions[: plan.num_decodes] = chunks.starts[: plan.num_decodes]
+            if self.speculator is None:
+                result = self._draw(plan, positions, logits)
+            else:
+                drafts = np.zeros_like(plan.draw_slots)
+                drafts[: plan.num_decodes] = chunks.lengths[: plan.num_decodes] - 1
+                rows = VerifyRows(plan.draw_slots, positions, drafts)
+                result = self._draw_with_drafts(plan, rows, logits, batch.token_ids, self.speculator)
             result.scores = scores
             result.prepare_seconds = prepared
         else:
@@ -109,45 +154,61 @@ class ModelRunner(Runner):
     # -- before the forward pass ----------------------------------------------------------------------------------
 
     @staticmethod
-    def _draw_rows(plan: StepPlan) -> Whole:
-        """Rows [draws] of the step's logits that the tokens are drawn from."""
+    def _draw_positions(plan: StepPlan) -> Whole:
+        """Positions [draws] of the newest token before each draw; of decodes, what they are at most."""
         decodes = plan.num_decodes
-        return np.concatenate((np.arange(decodes), plan.draw_rows[decodes:] + decodes))
-
-    @staticmethod
-    def _draw_positions(plan: StepPlan, rows: Whole) -> Whole:
-        """Positions [draws] of these rows; the tokens stand one further."""
-        rows_end = np.cumsum(plan.num_logits)
+        rows_end = np.cumsum(plan.num_logits[decodes:])
+        rows = plan.draw_rows[decodes:]
         chunk = np.searchsorted(rows_end, rows, side="right")
-        return (plan.starts + plan.lengths - rows_end)[chunk] + rows
+        others = ((plan.starts + plan.lengths)[decodes:] - rows_end)[chunk] + rows
+        return np.concatenate((plan.starts[:decodes], others))
 
     def _check(self, plan: StepPlan, positions: Whole) -> None:
         # The table is read and written by flat places: one beyond a row's end is another sequence's first token.
-        num_slots, width = self.tokens.shape
+        num_slots = len(self.tokens)
         longest = max((len(admission.token_ids) for admission in plan.admissions), default=0)
-        for ends in (plan.starts + plan.lengths, positions + 2):
+        bounds = plan.num_decodes if self.speculator else 0  # where they really are shows later (_chunks)
+        for ends in ((plan.starts + plan.lengths)[bounds:], positions[bounds:] + 2):
             longest = max(longest, int(ends.max(initial=0)))
-        if longest > width:
-            raise ValueError(f"step {plan.number} reaches {longest} tokens of a sequence, max_model_len = {width}")
+        self._check_length(plan, longest)
         for slots in (plan.slots, plan.draw_slots):
             if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
                 raise ValueError(f"step {plan.number} names a slot outside 0 .. {num_slots - 1}")
+
+    def _check_length(self, plan: StepPlan, tokens: int) -> None:
+        if tokens > self._max_model_len:
+            raise ValueError(
+                f"step {plan.number} reaches {tokens} tokens of a sequence, max_model_len = {self._max_model_len}"
+            )
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         for admission in admissions:
             ids = torch.tensor(admission.token_ids, dtype=torch.int32)
             self.tokens[admission.slot, : len(ids)] = ids
         self.sampling.admit(admissions)
+        if self.speculator is not None:
+            self.speculator.forget(admission.slot for admission in admissions)
 
-    def _batch(self, plan: StepPlan) -> Batch:
-        first_rows = np.cumsum(plan.lengths) - plan.lengths
-        positions = np.arange(plan.num_tokens) + np.repeat(plan.starts - first_rows, plan.lengths)
-        places = self._places(np.repeat(plan.slots, plan.lengths), positions)
+    def _chunks(self, plan: StepPlan) -> _Chunks:
+        decodes = plan.num_decodes
+        if self.speculator is None or not decodes:
+            return _Chunks(plan.starts, plan.lengths, plan.num_logits)
+        starts, lengths, num_logits = plan.starts.copy(), plan.lengths.copy(), plan.num_logits.copy()
+        starts[:decodes] = self.speculator.starts(plan)
+        self._check_length(plan, int(starts[:decodes].max()) + 1)
+        lengths[:decodes] = num_logits[:decodes] = 1 + self.speculator.lengths(plan, starts[:decodes])
+        return _Chunks(starts, lengths, num_logits)
+
+    def _batch(self, plan: StepPlan, chunks: _Chunks) -> Batch:
+        starts, lengths = chunks.starts, chunks.lengths
+        first_rows = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
+        places = self._places(np.repeat(plan.slots, lengths), positions)
         return Batch.from_arrays(
             slots=plan.slots,
-            starts=plan.starts,
-            lengths=plan.lengths,
-            num_logits=plan.num_logits,
+            starts=starts,
+            lengths=lengths,
+            num_logits=chunks.num_logits,
             token_ids=self.tokens.view(-1)[places].long(),
             window_floors=plan.window_floors,
             write_from=plan.write_from,
@@ -168,22 +229,72 @@ class ModelRunner(Runner):
             end = int(plan.starts[chunk] + plan.lengths[chunk])
             self.tokens[child, :end] = self.tokens[parent, :end]
             self.sampling.fork(parent, child, seed)
+            if self.speculator is not None:
+                self.speculator.forget([child])
 
-    def _draw(self, plan: StepPlan, rows: Whole, positions: Whole, logits: Tensor) -> StepResult:
+    def _draw(self, plan: StepPlan, positions: Whole, logits: Tensor) -> StepResult:
+        """One token per draw."""
         slots = plan.draw_slots
         if not slots.size:
             return _no_draws()
-        if rows.size != len(logits) or (rows != np.arange(rows.size)).any():
-            logits = logits.index_select(0, self.sampling.place(rows))
+        decodes = plan.num_decodes
+        rows = np.concatenate((np.arange(decodes), plan.draw_rows[decodes:] + decodes))
+        logits = self._select(logits, rows)
         chosen = choose(logits, slots, positions, self.sampling)
         self.tokens.view(-1)[self._places(slots, positions + 1)] = chosen.token_ids.int()
-        self.sampling.append(slots, chosen.token_ids)
+        valid = chosen.valid.cpu().numpy()
+        self.sampling.append(slots, chosen.token_ids, valid)
         return StepResult(
             token_ids=chosen.token_ids.cpu().numpy(),
             logprobs=chosen.logprobs.cpu().numpy(),
-            valid=chosen.valid.cpu().numpy(),
+            valid=valid,
             top=list_top(logits, chosen.token_ids, slots, self.sampling),
         )
+
+    def _draw_with_drafts(
+        self, plan: StepPlan, rows: VerifyRows, logits: Tensor, inputs: Tensor, speculator: Speculator
+    ) -> StepResult:
+        """The drafts that are kept and one token more per draw, and drafts for the next step."""
+        slots, lengths = rows.slots, rows.lengths
+        if not slots.size:
+            return _no_draws()
+        firsts, decodes = rows.firsts, plan.num_decodes
+        decode_rows = decodes + int(lengths.sum())
+        logits = self._select(logits, np.concatenate((np.arange(decode_rows), plan.draw_rows[decodes:] + decode_rows)))
+        verdict, accepted = speculator.verify(logits, inputs, rows)
+
+        counts = accepted + 1
+        ends = counts.cumsum()
+        emitted = np.arange(ends[-1]) - np.repeat(ends - counts, counts)  # how many of its draw came before
+        draws = np.repeat(np.arange(len(slots)), counts)
+        width = verdict.token_ids.shape[1]
+        token_ids = verdict.token_ids.view(-1)[self.sampling.place(draws * width + emitted)]
+        newest = token_ids if len(token_ids) == len(slots) else token_ids[self.sampling.place(ends - 1)]
+        # Drafts that are kept stand in the table already.
+        self.tokens.view(-1)[self._places(slots, rows.positions + counts)] = newest.int()
+        valid = verdict.valid.cpu().numpy()
+        kept = np.ones(len(token_ids), np.bool_)
+        kept[ends - 1] = valid
+        owners = slots[draws]
+        self.sampling.append(owners, token_ids, kept)
+
+        logits = self._select(logits, np.repeat(firsts, counts) + emitted)
+        result = StepResult(
+            token_ids=token_ids.cpu().numpy(),
+            logprobs=logprobs_of(logits, token_ids).cpu().numpy(),
+            valid=valid,
+            top=list_top(logits, token_ids, owners, self.sampling),
+            counts=counts,
+            num_verified=lengths,
+        )
+        if plan.propose:
+            result.survivals = speculator.propose(slots, newest)
+        return result
+
+    def _select(self, logits: Tensor, rows: Whole) -> Tensor:
+        if rows.size == len(logits) and (rows == np.arange(rows.size)).all():
+            return logits
+        return logits.index_select(0, self.sampling.place(rows))
 
 
 def failed_result(error: BaseException, device_seconds: float = 0.0) -> StepResult:

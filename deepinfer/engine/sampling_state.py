@@ -123,15 +123,21 @@ class SamplingState:
             self._constraints[child] = self._constraints[parent].copy()
         self.histories.copy(parent, child)
 
-    def place(self, array: npt.NDArray[np.int64]) -> Tensor:
-        """The array as an int64 tensor on the device."""
+    def place(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """The array as a tensor on the device."""
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def append(self, slots: npt.NDArray[np.int64], token_ids: Tensor) -> None:
-        """Tokens int64 [n] follow in these slots: those with penalties remember them."""
-        rows = np.flatnonzero(self.flags[slots] & PENALISED)
+    def append(self, slots: npt.NDArray[np.int64], token_ids: Tensor, valid: npt.NDArray[np.bool_]) -> None:
+        """Tokens int64 [n] follow in these slots, in order where a slot is named again: those with penalties remember
+        them, constraints move on. valid bool [n]; False: the token means nothing, and its sequence ends."""
+        flags = self.flags[slots]
+        rows = np.flatnonzero(flags & PENALISED)
         if rows.size:
             self.histories.add(slots[rows], token_ids if rows.size == slots.size else token_ids[self.place(rows)])
+        rows = np.flatnonzero((flags & CONSTRAINED != 0) & valid)
+        if rows.size:
+            for slot, token in zip(slots[rows].tolist(), token_ids[self.place(rows)].tolist(), strict=True):
+                self._constraints[slot].accept([token])
 
     def biases(self, slots: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
         """Ids int64 and what is added to their logits, float32, of slots with BIASED."""

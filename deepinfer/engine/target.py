@@ -27,15 +27,13 @@ from deepinfer.engine.sampling_state import (
 from deepinfer.engine.truncation import truncate
 from deepinfer.kernels.argmax import argmax
 from deepinfer.kernels.random_streams import gumbel
+from deepinfer.speculation.verify import residual_logprobs
 
 Whole = npt.NDArray[np.int64]
 
-# Below it, what is left of p after q took its share is rounding, and so was the draft's rejection: p itself will do.
-LEAST_RESIDUAL = 2.0**-20
-
 
 class StepTarget:
-    """The `Target` of speculation/verify.py over a step's logits.
+    """The `Target` of verify.py over a step's logits.
 
     logits float32 [rows, vocab], raw, not changed; slots [rows]: whose parameters hold; positions [rows]: of the last
     known token, the one before the token that is drawn. Rows of drafts: depths [rows] counts the drafts that a row
@@ -101,10 +99,8 @@ class StepTarget:
         """Tokens int64 [n] from what p gives more than q: max(p - q, 0) / Z. rows int64 [n] with temperature > 0;
         draft_logprobs float32 [n, vocab]: log q."""
         at = rows.cpu().numpy()
-        logp = self._dense(at)
-        excess = torch.exp(logp).sub_(torch.exp(draft_logprobs.double())).clamp_(min=0)
-        rest = torch.where(excess.sum(-1, keepdim=True) > LEAST_RESIDUAL, torch.log(excess), logp)
-        return argmax(rest + self._noise(at, None, rest.shape[-1]))
+        left = residual_logprobs(self._dense(at), draft_logprobs.double())
+        return argmax(left + self._noise(at, None, left.shape[-1]))
 
     # -- laws with temperature > 0 --------------------------------------------------------------------------------
 

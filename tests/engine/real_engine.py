@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import engines
+import numpy as np
 import torch
+from drafters import TableDrafter
+from engines import MakeDrafter
 
-from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
-from deepinfer.engine.core import EngineCore
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sampling_params import SamplingParams
 
 VOCAB_USED = 400  # ids 3 .. 399 are plain tokens in the tiny preset
@@ -26,9 +27,11 @@ def make_real_engine(
     max_num_batched_tokens: int = 256,
     num_blocks: int = 24,
     clock=None,
+    drafter: MakeDrafter | None = None,
     **options,
 ) -> Engine:
-    """options: further fields of EngineConfig; exact prefix caching with 4 windows unless they say otherwise."""
+    """options: further fields of EngineConfig; exact prefix caching with 4 windows unless they say otherwise. drafter:
+    where there are drafts; by default what earlier cold runs said, with some mistakes."""
     config = EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -36,24 +39,19 @@ def make_real_engine(
         num_blocks=num_blocks,
         **{"seed": 0, "window_entries": 4} | options,
     )
-    storage = CacheStorage(
-        model.config,
-        max_num_seqs=max_num_seqs,
-        num_blocks=num_blocks,
-        window_entries=config.window_entries,
-        device=model.device,
-    )
-    runner = ModelRunner(
-        model,
-        storage,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=(),
-    )
-    timed = {} if clock is None else {"clock": clock}
-    manager = CacheManager.for_model(model.config, config, offload_blocks=config.offload_bytes // 1000)
-    return Engine(EngineCore(runner, manager, config, vocab_size=model.config.vocab_size, **timed), **timed)
+    if config.drafts and drafter is None:
+        drafter = guess_from_cold_runs()
+    vocab = model.config.vocab_size
+    return engines.make_engine(model, model.config, config, vocab_size=vocab, drafter=drafter, clock=clock)
+
+
+def guess_from_cold_runs(right: float = 0.8) -> MakeDrafter:
+    """Drafts what `cold` gave for the same sequence so far, if it did."""
+
+    def make(storage: CacheStorage, k: int) -> TableDrafter:
+        return TableDrafter(storage, k, _said, VOCAB_USED, right)
+
+    return make
 
 
 @functools.cache
@@ -81,6 +79,7 @@ def complete(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
 
 
 _cold: dict = {}
+_said: list[np.ndarray] = []  # prompts and answers of all cold runs
 
 
 def cold(model, prompt: Sequence[int], params: SamplingParams, **options) -> list[list[int]]:
@@ -89,4 +88,5 @@ def cold(model, prompt: Sequence[int], params: SamplingParams, **options) -> lis
     if key not in _cold:
         roomy = {"prefix_caching": "off", "num_blocks": 8 * max(1, params.n) + 8, "max_num_seqs": max(1, params.n)}
         _cold[key] = complete(make_real_engine(model, **roomy | options), [prompt], params)[0]
+        _said.extend(np.array([*prompt, *answer]) for answer in _cold[key])
     return _cold[key]

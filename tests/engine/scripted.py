@@ -7,18 +7,18 @@ checks every chunk: that it starts where its sequence ends and that its blocks a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
+import engines
 import torch
+from drafters import RowDrafter
 from torch import Tensor
 
-from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
-from deepinfer.engine.core import EngineCore
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.outputs import RequestOutput
-from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.model.batch import Batch
 from deepinfer.model.presets import preset
@@ -80,10 +80,12 @@ def make_engine(
     detokenizer=lambda skip: Letters(),
     clock: Callable[[], float] | None = None,
     refused_ids: dict[int, str] | None = None,
+    right: float = 0.8,
     **options,
 ) -> Engine:
     """options: further fields of EngineConfig. Prefix caching is off unless asked for: the counts of blocks in tests
-    are easier to follow."""
+    are easier to follow. right: how often a draft is the model's own token, where there are drafts."""
+    model = model or ScriptedModel()
     config = EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -91,32 +93,18 @@ def make_engine(
         num_blocks=num_blocks,
         **DEFAULTS | options,
     )
-    storage = CacheStorage(
+    return engines.make_engine(
+        model,
         CONFIG,
-        max_num_seqs=max_num_seqs,
-        num_blocks=num_blocks,
-        window_entries=config.window_entries,
-        device=torch.device("cpu"),
-    )
-    runner = ModelRunner(
-        model or ScriptedModel(),
-        storage,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        vocab_size=VOCAB,
-        eos_token_ids=[EOS],
-    )
-    timed = {} if clock is None else {"clock": clock}
-    core = EngineCore(
-        runner,
-        CacheManager.for_model(CONFIG, config, offload_blocks=config.offload_bytes // 1024),
         config,
         vocab_size=VOCAB,
-        eos_token_ids=[EOS],
+        eos_token_ids=(EOS,),
+        drafter=partial(RowDrafter, row=model.row, right=right) if config.drafts else None,
+        detokenizer=detokenizer,
         refused_ids=refused_ids,
-        **timed,
+        clock=clock,
+        offload_unit=1024,
     )
-    return Engine(core, detokenizer=detokenizer, **timed)
 
 
 _numbers = count()

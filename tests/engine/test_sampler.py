@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from deepinfer.engine.plan import Admission
-from deepinfer.kernels.random_streams import Stream, child_seed, gumbel, split_seeds
 from deepinfer.engine.sampler import choose, list_top
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.sampling_state import SamplingState
 from deepinfer.engine.truncation import ranked, truncate
 from deepinfer.kernels.argmax import argmax
 from deepinfer.kernels.philox import philox, rounds_torch, uniforms
+from deepinfer.kernels.random_streams import Stream, child_seed, gumbel, split_seeds
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.0, -1.0, -3.0, -torch.inf])
 DRAWS = 8000
@@ -389,7 +389,8 @@ def test_a_slot_s_next_owner_inherits_nothing() -> None:
         state.admit([admission(slot, row) for slot, row in enumerate(rows)])
         got = sample_slots(logits, range(8), [3] * 8, state)
         assert got == sample(logits, rows, eos=(1,))
-        state.append(np.arange(8), torch.tensor(got.token_ids))  # what the next owners must not see
+        # What the next owners must not see.
+        state.append(np.arange(8), torch.tensor(got.token_ids), np.ones(8, np.bool_))
 
 
 def test_tokens_appended_to_a_history_count_like_those_it_began_with() -> None:
@@ -404,7 +405,7 @@ def test_tokens_appended_to_a_history_count_like_those_it_began_with() -> None:
         for slot in (0, 2):
             alone = sample(logits[:1], [Row(params, prompt=(slot,), output=tuple(outputs[slot]))]).token_ids
             assert alone == [got[slot]]
-        state.append(np.arange(3), torch.tensor(got))
+        state.append(np.arange(3), torch.tensor(got), np.ones(3, np.bool_))
         for output, token in zip(outputs, got, strict=True):
             output.append(token)
     assert len(set(outputs[0])) > 3 and set(outputs[1]) == {int(logits[0].argmax())}
@@ -432,6 +433,6 @@ def test_a_fork_chooses_as_its_parent_but_for_the_noise_and_then_goes_its_own_wa
         state.fork(0, 1, child.seed)
         got = sample_slots(logits, range(2), [1, 1], state)
         assert got == sample(logits, [parent, child], eos=(1,))
-        state.append(np.arange(2), torch.tensor([11, 12]))
+        state.append(np.arange(2), torch.tensor([11, 12]), np.ones(2, np.bool_))
         after = [parent._replace(output=(11,), position=2), child._replace(output=(12,), position=2)]
         assert sample_slots(logits, range(2), [2, 2], state) == sample(logits, after, eos=(1,))
