@@ -46,7 +46,7 @@ class NanoConfig:
             "original_max_position_embeddings": 1024,
         }
     )
-    compress_ratios: list[int] = field(default_factory=lambda: [0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0, 0])
+    compress_ratios: list[int] = field(default_factory=lambda: [0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0])
     kv_source_layer_ids: list[int] = field(default_factory=lambda: [1, 3, 5])
     index_source_layer_ids: list[int] = field(default_factory=lambda: [1, 3, 5, 7])
     index_n_heads: int = 8
@@ -66,12 +66,12 @@ class NanoConfig:
     engram_head_dim: int = 32
     engram_pad_token_id: int = 2
     engram_compressed_vocab_size: int = 0
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: int = 0  # draft stages; the backbone is trained and exported without (see draft_export)
     dspark_block_size: int = 5
     dspark_noise_token_id: int = 0
     dspark_target_layer_ids: list[int] = field(default_factory=lambda: [7, 8, 9])
-    dspark_markov_rank: int = 64
-    dspark_n_routed_experts: int = 8
+    dspark_markov_rank: int = 48
+    dspark_n_routed_experts: int = 4
     dspark_num_experts_per_tok: int = 2
     image_token_id: int = -1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from training.config import NanoConfig
 from training.model import NanoModel
 
 SHARD_BYTES = 14_500_000
+Entry = tuple[str, str, str, tuple[int, ...]]  # file name, format, parameter, index into the stack
 _PLAIN = {  # stacked parameter -> name behind "layers.L.", BF16 in the file
     "attn_norm": "attn_norm.weight",
     "ffn_norm": "ffn_norm.weight",
@@ -33,7 +35,26 @@ _FP8 = {
 }
 
 
-def entries(config: NanoConfig) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+def block_entries(at: str, i: int, experts: int) -> Iterator[Entry]:
+    """What a backbone layer and a draft stage share, under the prefix `at`, from place `i` of each stack."""
+    for parameter, name in _PLAIN.items():
+        yield at + name, "bf16", parameter, (i,)
+    for parameter, name in _FP8.items():
+        yield at + name, "fp8", parameter, (i,)
+    yield at + "attn.attn_sink", "f32", "sink", (i,)
+    yield at + "ffn.gate.bias", "f32", "gate_bias", (i,)
+    for part, name in enumerate(("w1", "w3")):
+        yield at + f"ffn.shared_experts.{name}", "fp8", "sw13", (i, part)
+    for expert in range(experts):
+        for part, name in enumerate(("w1", "w3")):
+            yield at + f"ffn.experts.{expert}.{name}", "fp4", "w13", (i, expert, part)
+        yield at + f"ffn.experts.{expert}.w2", "fp4", "w2", (i, expert)
+    for sub, kind in enumerate(("attn", "ffn")):
+        for name in ("fn", "base", "scale"):
+            yield at + f"hc_{kind}_{name}", "f32", f"hc_{name}", (i, sub)
+
+
+def entries(config: NanoConfig) -> Iterator[Entry]:
     """(file name, format, parameter, index into the stack) of every tensor; format is bf16, f32, fp8, rows or fp4."""
     c = config
     yield "embed.weight", "bf16", "embed", ()
@@ -42,22 +63,8 @@ def entries(config: NanoConfig) -> Iterator[tuple[str, str, str, tuple[int, ...]
     gated = [s for s in c.kv_source_layer_ids if c.ratio(s) == 2]
     for layer in range(c.num_hidden_layers):
         at = f"layers.{layer}."
-        for parameter, name in _PLAIN.items():
-            yield at + name, "bf16", parameter, (layer,)
-        for parameter, name in _FP8.items():
-            yield at + name, "fp8", parameter, (layer,)
-        yield at + "attn.attn_sink", "f32", "sink", (layer,)
-        yield at + "ffn.gate.bias", "f32", "gate_bias", (layer,)
+        yield from block_entries(at, layer, c.n_routed_experts)
         yield at + "ffn.gate.bias_vl", "f32", "gate_bias", (layer,)
-        for part, name in enumerate(("w1", "w3")):
-            yield at + f"ffn.shared_experts.{name}", "fp8", "sw13", (layer, part)
-        for expert in range(c.n_routed_experts):
-            for part, name in enumerate(("w1", "w3")):
-                yield at + f"ffn.experts.{expert}.{name}", "fp4", "w13", (layer, expert, part)
-            yield at + f"ffn.experts.{expert}.w2", "fp4", "w2", (layer, expert)
-        for sub, kind in enumerate(("attn", "ffn")):
-            for name in ("fn", "base", "scale"):
-                yield at + f"hc_{kind}_{name}", "f32", f"hc_{name}", (layer, sub)
         if layer in c.kv_source_layer_ids:
             i = c.kv_source_layer_ids.index(layer)
             yield at + "attn.compressor.wkv.weight", "bf16", "comp_wkv", (i,)
@@ -86,21 +93,25 @@ def _stack(model: NanoModel, parameter: str, index: tuple[int, ...]) -> Tensor:
     return view.flatten(0, 1) if parameter == "wo_a" else view
 
 
+def pack(name: str, kind: str, value: Tensor) -> dict[str, Tensor]:
+    """One tensor as it stands in the file: itself, or packed weight and scales."""
+    value = value.detach().float().cpu().contiguous()
+    if kind == "bf16":
+        return {name: value.bfloat16()}
+    if kind == "f32":
+        return {name: value.clone()}
+    quantise = {"fp8": quant.quant_fp8_tiles, "rows": quant.quant_fp8_rows, "fp4": quant.quant_fp4_rows}[kind]
+    grid, scale = quantise(value)
+    weight = quant.pack_fp4(grid) if kind == "fp4" else grid.to(torch.float8_e4m3fn)
+    return {f"{name}.weight": weight, f"{name}.scale": quant.scale_bytes(scale)}
+
+
 @torch.no_grad()
 def export_tensors(model: NanoModel) -> dict[str, Tensor]:
     """All tensors of the checkpoint, on the CPU, in file dtypes."""
     out: dict[str, Tensor] = {}
     for name, kind, parameter, index in entries(model.config):
-        value = _stack(model, parameter, index).detach().float().cpu().contiguous()
-        if kind == "bf16":
-            out[name] = value.bfloat16()
-        elif kind == "f32":
-            out[name] = value.clone()
-        else:
-            pack = {"fp8": quant.quant_fp8_tiles, "rows": quant.quant_fp8_rows, "fp4": quant.quant_fp4_rows}[kind]
-            grid, scale = pack(value)
-            out[f"{name}.weight"] = quant.pack_fp4(grid) if kind == "fp4" else grid.to(torch.float8_e4m3fn)
-            out[f"{name}.scale"] = quant.scale_bytes(scale)
+        out |= pack(name, kind, _stack(model, parameter, index))
     return out
 
 
@@ -125,7 +136,8 @@ def export_model(model: NanoModel, folder: str | Path) -> int:
         "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
     }
     write_json(folder / "model.safetensors.index.json", index)
-    write_json(folder / "config.json", model.config.to_json())
+    # Draft stages join later (see draft_export); until then the configuration must not promise them.
+    write_json(folder / "config.json", dataclasses.replace(model.config, num_nextn_predict_layers=0).to_json())
     generation = {
         "bos_token_id": 0,
         "eos_token_id": 1,
@@ -143,6 +155,15 @@ def write_json(path: Path, tree: object) -> None:
     path.write_text(json.dumps(tree, ensure_ascii=False, indent=1) + "\n")
 
 
+def unpack(tensors: dict[str, Tensor], name: str, kind: str) -> Tensor:
+    """Inverse of pack, float32."""
+    if kind in ("bf16", "f32"):
+        return tensors[name].float()
+    packed, scale = tensors[f"{name}.weight"], quant.scale_values(tensors[f"{name}.scale"])
+    grid = quant.unpack_fp4(packed) if kind == "fp4" else packed.float()
+    return quant.dequant_tiles(grid, scale) if kind == "fp8" else quant.dequant_rows(grid, scale)
+
+
 @torch.no_grad()
 def load_export(model: NanoModel, folder: str | Path) -> None:
     """Fills a model with the dequantised tensors of a checkpoint folder."""
@@ -153,11 +174,6 @@ def load_export(model: NanoModel, folder: str | Path) -> None:
     for name, kind, parameter, index in entries(model.config):
         if name.endswith("bias_vl"):
             continue
-        if kind in ("bf16", "f32"):
-            value = tensors[name].float()
-        else:
-            packed, scale = tensors[f"{name}.weight"], quant.scale_values(tensors[f"{name}.scale"])
-            grid = quant.unpack_fp4(packed) if kind == "fp4" else packed.float()
-            value = quant.dequant_tiles(grid, scale) if kind == "fp8" else quant.dequant_rows(grid, scale)
+        value = unpack(tensors, name, kind)
         target = getattr(model, parameter) if not parameter.startswith("tables.") else model.tables[int(parameter[7:])]
         (target[index] if index else target).view(value.shape).copy_(value)

@@ -8,6 +8,7 @@ without the checkpoint's number formats in the loop.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +43,7 @@ class Output:
     index_loss: Tensor  # scalar
     loads: Tensor  # [layers, experts] tokens per expert
     tail: tuple[Tensor, ...]  # arguments of the head (see regions.head_hidden)
+    taps: list[Tensor]  # [N, D] each: mean over the copies of the stream that enters the tapped layers
 
 
 @dataclass
@@ -64,6 +66,7 @@ class NanoModel(nn.Module):
         super().__init__()
         c = self.config = config
         self.run = regions.Regions(compiled)
+        self.fixed: dict[str, list[Tensor]] | None = None  # see freeze()
         self.hasher = EngramHasher(c, token_map)
         layers, d, h, hd = c.num_hidden_layers, c.hidden_size, c.num_attention_heads, c.head_dim
         f, e, hc = c.moe_intermediate_size, c.n_routed_experts, c.hc_mult
@@ -139,6 +142,12 @@ class NanoModel(nn.Module):
 
     # ------------------------------------------------------------------ weights of one pass
 
+    @torch.no_grad()
+    def freeze(self, mode: Mode) -> None:
+        """Stops learning; every later pass uses the weights cast now, for passes of `mode`."""
+        self.requires_grad_(False)
+        self.fixed = self.cast_weights(mode)
+
     def cast_weights(self, mode: Mode) -> dict[str, list[Tensor]]:
         """Per-layer weights in the compute dtype, on the checkpoint's grid when mode.quant."""
         low = {
@@ -160,13 +169,21 @@ class NanoModel(nn.Module):
     # ------------------------------------------------------------------ forward
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None, mode: Mode, generator: torch.Generator | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None,
+        mode: Mode,
+        generator: torch.Generator | None = None,
+        taps: Sequence[int] = (),
     ) -> Output:
-        """tokens [B, T] int64; targets [B, T] int64 with -100 where nothing is predicted, or None for no loss."""
+        """tokens [B, T] int64; targets [B, T] int64 with -100 where nothing is predicted, or None for no loss.
+
+        `taps`: layers whose input is wanted beside (Output.taps, in ascending order of the layers).
+        """
         c, run = self.config, self.run
         b, t = tokens.shape
         start = document_start(tokens)
-        w = run.call("cast_weights", self.cast_weights, mode)
+        w = self.fixed or run.call("cast_weights", self.cast_weights, mode)
         rope_of = {r: self._rope(b, t, r) for r in {c.ratio(i) for i in range(c.num_hidden_layers)}}
         masks = {r: self._mask(start, r, mode, None) for r in rope_of if r == 0 or not mode.sparse}
         hashes = self.hasher(tokens, start)
@@ -180,7 +197,7 @@ class NanoModel(nn.Module):
         pre = torch.zeros(b * t, c.hc_mult, device=tokens.device)
         pre[:, 0] = 1
         pending: tuple[Tensor, ...] | None = None  # (y, post, comb) of the sub-layer not yet added to the stream
-        loads = []
+        loads, tapped = [], []
         for layer in range(c.num_hidden_layers):
             if layer in c.engram_layer_ids:
                 if pending is not None:
@@ -200,6 +217,8 @@ class NanoModel(nn.Module):
                     )
                 comb = regions.sinkhorn(logits, c.hc_sinkhorn_iters, c.hc_eps)
                 if sub == 0:
+                    if layer in taps:
+                        tapped.append(x.float().mean(1).to(mode.dtype))
                     y = self._attention(layer, u, state, rope_of[c.ratio(layer)])
                 else:
                     y, load = self._experts(layer, u, state)
@@ -209,7 +228,7 @@ class NanoModel(nn.Module):
         nll = None
         if targets is not None:
             nll = run("head_loss", *tail, self.head, targets.flatten(), mode.dtype).view(b, t)
-        return Output(nll, self._index_loss(state), torch.stack(loads), tail)
+        return Output(nll, self._index_loss(state), torch.stack(loads), tail, tapped)
 
     def logits(self, tokens: Tensor, mode: Mode) -> Tensor:
         """tokens [B, T] -> float32 logits [B, T, V]."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
-from training.model import NanoModel
+from torch import Tensor, nn
 
 # fmt: off
 MUON = (
     "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w13", "w2", "sw13", "sw2", "comp_wkv", "comp_wgate", "idx_wk", "idx_wq_b",
-    "engram_wkv",
+    "engram_wkv", "main_proj",
 )
 # fmt: on
 # AdamW learning rates; parameters not named take the last.
@@ -25,6 +23,9 @@ ADAM_RATES = {
     "hc_scale": 0.0002,
     "idx_weights": 0.002,
     "sink": 0.003,
+    "markov_embed": 0.003,
+    "markov_head": 0.002,
+    "confidence": 0.0002,  # its input, the stream before the norm, is large
     "": 0.003,  # norms, Engram gate weights
 }
 
@@ -43,12 +44,12 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Optimizer:
-    """Both optimisers over a model's parameters; state is a plain dict of tensors."""
+    """Both optimisers over the parameters of a backbone or a draft model; state is a plain dict of tensors."""
 
-    def __init__(self, model: NanoModel, muon_rate: float = 0.015, decay: float = 0.1, momentum: float = 0.95):
+    def __init__(self, model: nn.Module, muon_rate: float = 0.015, decay: float = 0.1, momentum: float = 0.95):
         self.model, self.muon_rate, self.decay, self.momentum = model, muon_rate, decay, momentum
         named = dict(model.named_parameters())
-        self.matrices = {name: named[name] for name in MUON}
+        self.matrices = {name: named[name] for name in MUON if name in named}
         self.buffers = {name: torch.zeros_like(p) for name, p in self.matrices.items()}
         self.groups: dict[float, list[Tensor]] = {}
         for name, p in named.items():
@@ -100,7 +101,7 @@ class Optimizer:
 
 
 @torch.no_grad()
-def balance_experts(model: NanoModel, loads: Tensor, speed: float) -> None:
+def balance_experts(model: nn.Module, loads: Tensor, speed: float) -> None:
     """Moves the selection bias of each expert towards even load; loads [layers, experts] counts."""
     load = loads.float()
     model.gate_bias += speed * torch.sign(load.mean(1, keepdim=True) - load)

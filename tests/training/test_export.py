@@ -11,6 +11,9 @@ from safetensors import safe_open
 
 from training import quant
 from training.config import NanoConfig, nano
+from training.draft import DraftModel
+from training.draft_export import entries as draft_entries
+from training.draft_export import with_stages
 from training.export import entries, export_model, load_export
 from training.model import Mode, NanoModel
 from training.tokenizer import load_tokenizer, token_map
@@ -35,9 +38,11 @@ def tensors() -> dict[str, tuple[str, list[int]]]:
 def test_names_dtypes_and_shapes(tensors: dict[str, tuple[str, list[int]]]) -> None:
     config = NanoConfig.load(MODEL)
     model = NanoModel(config, np.zeros(config.vocab_size, dtype=np.int64))
+    draft = DraftModel(config)
     wanted = {}
-    for name, kind, parameter, index in entries(config):
-        stack = model.tables[int(parameter[7:])] if parameter.startswith("tables.") else getattr(model, parameter)
+    listed = [(model, *entry) for entry in entries(config)] + [(draft, *entry) for entry in draft_entries(config)]
+    for owner, name, kind, parameter, index in listed:
+        stack = model.tables[int(parameter[7:])] if parameter.startswith("tables.") else getattr(owner, parameter)
         rows, *columns = (stack[index] if index else stack).shape if parameter != "wo_a" else (256, 512)
         if kind in ("bf16", "f32"):
             wanted[name] = ({"bf16": "BF16", "f32": "F32"}[kind], [rows, *columns])
@@ -58,7 +63,9 @@ def test_index_and_sizes(tensors: dict[str, tuple[str, list[int]]]) -> None:
 
 
 def test_config_fits_the_tokenizer() -> None:
-    assert NanoConfig.load(MODEL) == nano(MODEL)
+    config = NanoConfig.load(MODEL)
+    assert with_stages(config) == with_stages(nano(MODEL))
+    assert config.num_nextn_predict_layers == 0 or config == with_stages(config)
 
 
 def test_export_comes_back(tmp_path: Path) -> None:
