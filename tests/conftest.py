@@ -45,6 +45,17 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def draft_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shape with three draft stages behind it, for blocks of 5. Random ones: few drafts are accepted."""
+    from deepinfer.model.presets import preset
+    from deepinfer.model.random_checkpoint import write_random_checkpoint
+
+    directory = tmp_path_factory.mktemp("drafts") / "checkpoint"
+    write_random_checkpoint(directory, preset("tiny", drafts=True))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def session_llm(tiny_checkpoint: Path) -> LLM:
     from deepinfer import LLM
 
