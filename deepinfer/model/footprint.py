@@ -99,14 +99,15 @@ def sequence_lines(config: ModelConfig) -> list[Line]:
     why = f"{config.sliding_window} window + {step} of a step"
     lines = [Line(f"window KV ({why})", f"{layers} layers x {ring}", Fraction(layers * size))]
     if drafts:
-        row = 2 * config.head_dim  # kept in BF16: 3 x 134 x 1024 B = 411,648 (engine.md 2)
-        formula = f"{drafts} stages x {rows} rows x {row} B"
-        lines.append(Line("window KV of the drafts (BF16)", formula, Fraction(drafts * rows * row)))
+        # the record of every other window, as the release rounds it: 3 x 134 x 528 B = 212,256
+        lines.append(Line("window KV of the drafts", f"{drafts} stages x {ring}", Fraction(drafts * size)))
     open_rows = sum(config.ratio(layer) == 2 for layer in config.kv_source_layer_ids)
     if open_rows:
-        # the pending token of a group of two: FP32 value and gate
-        row = 2 * 4 * config.head_dim
-        lines.append(Line("open compressor rows", f"{open_rows} layers x {row} B", Fraction(open_rows * row)))
+        # The pending token of a group of two: FP32 value and gate. A step that is taken back may have closed some of
+        # its groups: one row for each pair that it may have begun, and one for the pair before.
+        row, pairs = 2 * 4 * config.head_dim, step // 2 + 1
+        formula = f"{open_rows} layers x {pairs} x {row} B"
+        lines.append(Line("open compressor rows", formula, Fraction(open_rows * pairs * row)))
     return lines
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from deepinfer.cache.formats import slot_bytes
+from deepinfer.model.config import ModelConfig
 from deepinfer.model.footprint import fits, kv_lines, module_sizes, sequence_lines, total
 from deepinfer.model.presets import flash, preset
 from deepinfer.model.tensors import tensor_specs
@@ -54,7 +56,14 @@ def test_890_bytes_per_token() -> None:
 
 def test_state_of_a_sequence_is_a_ring_of_134_rows_in_every_layer() -> None:
     window, drafts, open_rows = (int(line.nbytes) for line in sequence_lines(flash()))
-    assert (window, drafts, open_rows) == (40 * 134 * 528, 134 * 3072, 3 * 4096)
+    assert (window, drafts, open_rows) == (40 * 134 * 528, 3 * 134 * 528, 3 * 4 * 4096)
+
+
+@pytest.mark.parametrize("config", [flash(), preset("flash"), preset("tiny", drafts=True)])
+def test_state_of_a_sequence_is_what_the_cache_keeps_per_slot(config: ModelConfig) -> None:
+    drafts = config.dspark_block_size
+    tokens = (max(config.engram_max_ngram_size - 1, 0) + drafts) * 8  # ids for the n-grams of the next step
+    assert total(sequence_lines(config)) + tokens == slot_bytes(config, "packed", drafts, replicas=False)
 
 
 def test_module_sizes_add_up() -> None:
