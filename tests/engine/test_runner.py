@@ -3,123 +3,20 @@ it before, and one bad row or step stays one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
-from scripted import CONFIG, EOS, VOCAB, ScriptedModel, noise_row
+from plans import GREEDY, MAX_LEN, SLOTS, Chunk, Host, alone, greedy_tokens
+from scripted import EOS, VOCAB, ScriptedModel, noise_row
 from torch import Tensor
 
-from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
-from deepinfer.config import EngineConfig
 from deepinfer.engine.device_thread import DeviceThread, StepNotRunError
-from deepinfer.engine.plan import Admission, Fork, PromptScore, StepPlan, StepResult
-from deepinfer.engine.runner import ModelRunner
+from deepinfer.engine.plan import Admission, Fork, PromptScore, StepResult
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.model.batch import Batch
 
-MAX_LEN, SLOTS = 600, 6
-GREEDY = SamplingParams(temperature=0)
 PENALISED = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, temperature=0.8)
-
-
-class Chunk(NamedTuple):
-    slot: int
-    start: int
-    length: int = 1
-    num_logits: int = 1
-
-
-class Host:
-    """Plans by hand. The cache is the real one, so a chunk out of place is an error, not another number."""
-
-    def __init__(self, model: ScriptedModel | None = None) -> None:
-        self.model = model or ScriptedModel()
-        config = EngineConfig(
-            max_model_len=MAX_LEN, max_num_seqs=SLOTS, max_num_batched_tokens=512, num_blocks=40, prefix_caching="off"
-        )
-        self.manager = CacheManager.for_model(CONFIG, config)
-        self.storage = CacheStorage(CONFIG, max_num_seqs=SLOTS, num_blocks=40, device=torch.device("cpu"))
-        self.runner = ModelRunner(
-            self.model,
-            self.storage,
-            max_num_seqs=SLOTS,
-            max_model_len=MAX_LEN,
-            vocab_size=VOCAB,
-            eos_token_ids=[EOS],
-        )
-        self.admissions: list[Admission] = []
-        self.number = 0
-
-    def admit(
-        self, prompt: Sequence[int], params: SamplingParams = GREEDY, seed: int = 1, output: Sequence[int] = ()
-    ) -> int:
-        slot = self.manager.open()
-        self.manager.reserve(slot, 500)
-        known = np.array([*prompt, *output], np.int32)
-        self.admissions.append(Admission(slot, known, len(prompt), params, seed))
-        return slot
-
-    def plan(self, *chunks: Chunk, forks: Sequence[Fork] = (), scores: Sequence[PromptScore] = ()) -> StepPlan:
-        """Every chunk with logits draws from its last row, and so do its forks."""
-        columns = np.array(chunks, np.int64).reshape(-1, 4).T
-        last = np.cumsum(columns[3]) - 1
-        draws = [(chunk.slot, row) for chunk, row in zip(chunks, last, strict=True) if chunk.num_logits]
-        draws += [(fork.child, row) for fork in forks for slot, row in draws if slot == fork.parent]
-        draw_slots, draw_rows = np.array(draws, np.int64).reshape(-1, 2).T
-        none = np.zeros(len(chunks), np.int64)
-        self.number += 1
-        admissions, self.admissions = self.admissions, []
-        return StepPlan(
-            number=self.number,
-            edits=self.manager.take_edits(),
-            admissions=admissions,
-            slots=columns[0],
-            starts=columns[1],
-            lengths=columns[2],
-            num_logits=columns[3],
-            window_floors=none,
-            write_from=none,
-            keep_from=none,
-            draw_slots=draw_slots,
-            draw_rows=draw_rows,
-            draw_epochs=np.zeros_like(draw_slots),
-            forks=list(forks),
-            scores=list(scores),
-        )
-
-    def run(self, *chunks: Chunk, **options) -> list[int]:
-        """The tokens that the step draws."""
-        result = self.runner.run(self.plan(*chunks, **options))
-        assert result.error is None and result.valid.all()
-        return result.token_ids.tolist()
-
-    def generate(self, slot: int, start: int, count: int) -> list[int]:
-        """`count` tokens of one sequence whose tokens from `start` on are not computed yet: one known token."""
-        return [self.run(Chunk(slot, start + i))[0] for i in range(count)]
-
-    @property
-    def last(self) -> list[int]:
-        """Token ids of the last step's rows."""
-        return self.model.steps[-1].token_ids.tolist()
-
-
-def greedy_tokens(prompt: Sequence[int], count: int) -> list[int]:
-    """What the scripted model says after a prompt, worked out without a runner."""
-    known = list(prompt)
-    for _ in range(count):
-        known.append(int(noise_row(known[-1], len(known) - 1).argmax()))
-    return known[len(prompt) :]
-
-
-def alone(prompt: Sequence[int], params: SamplingParams, seed: int, count: int) -> list[int]:
-    host = Host()
-    slot = host.admit(prompt, params, seed)
-    first = host.run(Chunk(slot, 0, len(prompt)))
-    return first + host.generate(slot, len(prompt), count - 1)
 
 
 # -- tokens by slot and position --------------------------------------------------------------------------------------
