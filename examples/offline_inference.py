@@ -3,14 +3,18 @@
 For each prompt one line:
 DP 0; INPUT: '...'; OUTPUT: '...'; output_tokens=...; accept_rate=...; decode_ppl=...
 
-accept_rate is accepted over drafted tokens, N/A without drafting. decode_ppl is exp of the mean negative
-log-probability that the model itself gave to the tokens it generated.
+accept_rate is accepted over verified drafts, N/A without drafting (--nextn 0, or a checkpoint without draft stages).
+decode_ppl is exp of the mean negative log-probability that the model itself gave to the tokens it generated.
+
+The flags are the vendor's; DEEPINFER_BATCH_INVARIANT, DEEPINFER_ENABLE_MTP_VARLEN and DEEPINFER_USE_NEXTN_DECODE count
+too (docs/environment.md).
 """
 
 import argparse
+import json
 import math
 
-from deepinfer import LLM, CompletionOutput, SamplingParams
+from deepinfer import LLM, CompletionOutput, RequestOutput, SamplingParams
 from deepinfer.codec.chat_template import Message, render_text
 
 ENGLISH = "The old lighthouse stood at the edge of the village, and every evening"
@@ -47,15 +51,32 @@ def shortened(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:half]} ... {text[-half:]}"
 
 
-def accept_rate(completion: CompletionOutput) -> str:
+def accept_rate(completion: CompletionOutput) -> float | None:
     drafted = sum(completion.draft_tok)
-    return f"{sum(completion.accept_tok) / drafted:.3f}" if drafted else "N/A"
+    return sum(completion.accept_tok) / drafted if drafted else None
 
 
-def decode_ppl(completion: CompletionOutput) -> str:
+def decode_ppl(completion: CompletionOutput) -> float | None:
     if not completion.token_logprobs:
-        return "N/A"
-    return f"{math.exp(-sum(completion.token_logprobs) / len(completion.token_logprobs)):.3f}"
+        return None
+    return math.exp(-sum(completion.token_logprobs) / len(completion.token_logprobs))
+
+
+def number(value: float | None) -> str:
+    return "N/A" if value is None else f"{value:.3f}"
+
+
+def as_record(output: RequestOutput, completion: CompletionOutput) -> dict[str, object]:
+    return {
+        "prompt_len": output.prompt_len,
+        "text": completion.text,
+        "token_id": completion.token_id,
+        "token_logprobs": completion.token_logprobs,
+        "draft_tok": completion.draft_tok,
+        "accept_tok": completion.accept_tok,
+        "accept_rate": accept_rate(completion),
+        "decode_ppl": decode_ppl(completion),
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -69,7 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--top_k", type=int, default=0, help="choose among the k most likely tokens; 0 = all")
     parser.add_argument("--sampler_force_topk", type=int, help="cap on top_k")
     parser.add_argument("--seq_seed", type=int, help="seed of every prompt's random stream")
-    parser.add_argument("--nextn", type=int, help="drafted tokens per step; not built yet, 0 is in force")
+    parser.add_argument("--nextn", type=int, help="drafts per step at most, 0 to 5; 0 = no drafting")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     parser.add_argument("--max_model_len", type=int, help="longest prompt plus output in tokens")
@@ -83,6 +104,8 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="one prompt of 16,389 tokens, 4,096 tokens out, scaled down to the model's context",
     )
+    parser.add_argument("--yoco_clip", action="store_true", help="decoder truncation of prompts: faster, not exact")
+    parser.add_argument("--result_jsonl", metavar="FILE", help="also write one JSON object per completion to this file")
     parser.add_argument("--check_structured_output", action="store_true", help="not built yet; refused")
     return parser.parse_args()
 
@@ -108,6 +131,7 @@ def main() -> None:
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         nextn=options.nextn,
+        yoco_truncation="compact" if options.yoco_clip else None,
         ep=options.ep,
         dp=options.dp,
         cp=options.cp,
@@ -119,13 +143,18 @@ def main() -> None:
     else:
         room = llm.engine_config.max_model_len - options.max_tokens  # a small test model has less than 1,500 tokens
         prompts = [ENGLISH, PYTHON, render_text(CHAT), long_prompt(llm, min(LONG_TOKENS, room - 100))]
+    records = []
     for output in llm.generate(prompts, params):
         for completion in output.outputs:
+            records.append(as_record(output, completion))
             print(
                 f"DP 0; INPUT: {shortened(output.prompt or '')!r}; OUTPUT: {completion.text!r}; "
-                f"output_tokens={len(completion.token_id)}; accept_rate={accept_rate(completion)}; "
-                f"decode_ppl={decode_ppl(completion)}"
+                f"output_tokens={len(completion.token_id)}; accept_rate={number(accept_rate(completion))}; "
+                f"decode_ppl={number(decode_ppl(completion))}"
             )
+    if options.result_jsonl is not None:
+        with open(options.result_jsonl, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 if __name__ == "__main__":

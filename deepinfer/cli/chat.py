@@ -30,6 +30,9 @@ def chat(
     kv_format: options.KvFormat = "auto",
     yoco_truncation: options.Truncation = None,
     overlap: options.Overlap = None,
+    nextn: options.Nextn = None,
+    mtp_varlen: options.MtpVarlen = None,
+    batch_invariant: options.BatchInvariant = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No settings on stderr.")] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -51,6 +54,9 @@ def chat(
         kv_format=kv_format,
         yoco_truncation=yoco_truncation,
         overlap=overlap,
+        nextn=nextn,
+        mtp_varlen=mtp_varlen,
+        batch_invariant=batch_invariant,
         **options.prefix_caching(prefix_mode),
         verbose=not quiet,
     )

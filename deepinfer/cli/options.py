@@ -75,6 +75,33 @@ Overlap = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Nextn = Annotated[
+    int | None,
+    typer.Option(
+        "--nextn",
+        help="Tokens drafted and verified per step at most, 0 to 5; 0 = no drafting. More tokens per second, the same "
+        "tokens for a given seed. Default: DEEPINFER_USE_NEXTN_DECODE, or 5 where the checkpoint has draft stages.",
+        rich_help_panel=ENGINE,
+    ),
+]
+MtpVarlen = Annotated[
+    bool | None,
+    typer.Option(
+        "--mtp-varlen/--no-mtp-varlen",
+        help="Verify as many drafts as their confidence and the measured cost of a step let pay off, or always all. "
+        "Changes speed only. Default: DEEPINFER_ENABLE_MTP_VARLEN, or on.",
+        rich_help_panel=ENGINE,
+    ),
+]
+BatchInvariant = Annotated[
+    bool | None,
+    typer.Option(
+        "--batch-invariant/--no-batch-invariant",
+        help="Promise the same bits for a request alone and in any company; refused where an operator cannot keep it. "
+        "Default: DEEPINFER_BATCH_INVARIANT, or off.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Ep = Annotated[int, typer.Option(help="Ranks that share the experts; only 1 is built.", rich_help_panel=ENGINE)]
 Dp = Annotated[int | None, typer.Option(help="Data-parallel ranks; only 1 is built.", rich_help_panel=ENGINE)]
 Cp = Annotated[int, typer.Option(help="Ranks that split a long prompt; only 1 is built.", rich_help_panel=ENGINE)]
