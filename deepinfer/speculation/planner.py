@@ -109,13 +109,16 @@ class DraftPlanner:
         proposed none. Once per step that drew, in order."""
         self._count(self.predicted(slots), num_verified, accepted)
         done = slots[self._drafted[slots]]
-        fresh = done[self._stale[done]]
-        self._past[fresh] = self._pending[fresh, None]
-        self._stale[fresh] = False
-        self._past[done, self._next[done]] = self._pending[done]
-        self._next[done] = (self._next[done] + 1) % ROUNDS
         if len(done):
-            self._mean += MEAN_WEIGHT * (self._pending[done].mean(0) - self._mean)
+            verified = self._pending[done]
+            fresh = self._stale[done]
+            if fresh.any():
+                self._past[done[fresh]] = verified[fresh, None]
+                self._stale[done] = False
+            at = self._next[done]
+            self._past[done, at] = verified
+            self._next[done] = (at + 1) % ROUNDS
+            self._mean += MEAN_WEIGHT * (verified.mean(0) - self._mean)
         self._drafted[slots] = survivals is not None
         if survivals is not None:
             self._pending[slots] = survivals
@@ -138,25 +141,28 @@ class DraftPlanner:
                 self._switch(self._gains(newcomers, np.full(other_samples, self.k)), other_samples)
             return 0, other_samples > 0 and self._drafting
         gains = self._gains(self._sample(slots), usable)
-        self._switch(gains, sequences)
+        best = self._switch(gains, sequences)
         propose = self._drafting or self._probe(slots)
         if not self._proposed:
             return 0, propose
+        if self._drafting and best <= room and not other_rows:
+            return best, propose  # the question was the same
         # Drafts that are there and not followed by others are paid for.
         draft_seconds = draft.at(sequences + other_samples) if self._drafting else 0.0
         samples, rows = sequences + other_samples, sequences + other_rows
         budget, _ = choose_budget(gains[: max(room, 0) + 1], samples, rows, verify, draft_seconds)
         return budget if self._drafting else max(budget, sequences), propose  # a probe is to see drafts accepted
 
-    def _switch(self, gains: npt.NDArray[np.float64], sequences: int) -> None:
+    def _switch(self, gains: npt.NDArray[np.float64], sequences: int) -> int:
         """Drafting or not, a question of the decodes alone: prefill chunks come and go, and the drafts proposed beside
-        one are verified in a step that may have none."""
+        one are verified in a step that may have none. Returns how many drafts such a step would verify."""
         assert self._costs is not None
-        _, rate = choose_budget(gains, sequences, sequences, self._costs.verify, self._costs.draft.at(sequences))
+        best, rate = choose_budget(gains, sequences, sequences, self._costs.verify, self._costs.draft.at(sequences))
         plain = sequences / self._costs.verify.at(sequences)
         self._drafting = rate > plain * (1.0 if self._drafting else RETURN_GAIN)
         if self._drafting:
             self._idle_steps = 0
+        return best
 
     def _probe(self, slots: Whole) -> bool:
         """Not drafting: whether this step drafts all the same, to see what it would bring."""
@@ -170,18 +176,23 @@ class DraftPlanner:
     def _sample(self, slots: Whole) -> Floats:
         """Survivals [rounds, R, k] of the last rounds: few sequences need several, or a decision follows chance."""
         rounds = min(max(SAMPLE_ROWS // len(slots), 1), ROUNDS)
-        if rounds == ROUNDS:
-            return self._past[slots].transpose(1, 0, 2)
-        back = (self._next[slots] - 1 - np.arange(rounds)[:, None]) % ROUNDS
-        return self._past[slots, back]
+        if rounds == 1:
+            return self._past[slots, self._next[slots] - 1][None]
+        back = self._next[slots] - np.arange(1, rounds + 1)[:, None]
+        return self._past[slots, back % ROUNDS]
 
     def _gains(self, past: Floats, caps: Whole) -> npt.NDArray[np.float64]:
         """Drafts accepted [K + 1] of the likeliest 0 .. K, the mean over rounds; K: all that the caps allow."""
-        allowed = np.arange(self.k) < caps[:, None]
-        survivals = np.minimum(past * self.correction, 1.0)[:, allowed]  # [rounds, K]
+        rounds = len(past)
+        if caps.min() == self.k:
+            survivals = past.reshape(rounds, -1) * np.float32(self.correction)
+        else:
+            survivals = past[:, np.arange(self.k) < caps[:, None]] * np.float32(self.correction)
+        np.minimum(survivals, 1.0, out=survivals)
         survivals.sort(axis=1)
         gains = np.zeros(survivals.shape[1] + 1)
-        np.cumsum(survivals.mean(0)[::-1], out=gains[1:])
+        mean = survivals[0] if rounds == 1 else survivals.sum(0) / rounds
+        mean[::-1].cumsum(out=gains[1:])
         return gains
 
     def _count(self, predicted: Floats, num_verified: Whole, accepted: Whole) -> None:
