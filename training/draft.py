@@ -97,10 +97,7 @@ class DraftModel(nn.Module):
 
         low = {n: cast(n, weight_fp8) for n in ("main_proj", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "sw13", "sw2")}
         low |= {name: cast(name, weight_fp4) for name in ("w13", "w2")}
-        low |= {
-            name: cast(name, None)
-            for name in ("main_norm", "attn_norm", "ffn_norm", "q_norm", "kv_norm", "gate", "norm")
-        }
+        low |= {name: cast(name, None) for name in ("main_norm", "attn_norm", "ffn_norm", "q_norm", "kv_norm", "gate")}
         low["w13"], low["sw13"] = low["w13"].flatten(2, 3), low["sw13"].flatten(1, 2)
         return low | {name: getattr(self, name) for name in ("hc_fn", "hc_base", "hc_scale", "sink")}
 

@@ -54,6 +54,7 @@ class DraftEvaluator:
         self.backbone, self.draft, self.tokenizer = backbone, draft, tokenizer
         self.rows, self.length, self.anchors, self.mode = rows, length, anchors, mode
         self.device = backbone.embed.device
+        self.fresh = min(FRESH, length // 4)
         self.kept: list[dict[str, np.ndarray]] = []  # slots for calibration, see `measure`
 
     def encode(self, text: str) -> list[int]:
@@ -96,7 +97,7 @@ class DraftEvaluator:
 
     def prompts(self, kind: str, tokens: Tensor) -> list[list[int]]:
         """Beginnings of rows: half a document, a chat up to its first answer."""
-        opening, room = self.tokenizer.token_to_id(ASSISTANT), self.length - FRESH
+        opening, room = self.tokenizer.token_to_id(ASSISTANT), self.length - self.fresh
         found = []
         for ids in tokens.tolist():
             cut = len(ids) // 2
@@ -115,7 +116,7 @@ class DraftEvaluator:
         lanes = torch.arange(len(prompts), device=self.device)
         at = torch.tensor([len(p) for p in prompts], device=self.device)
         begin, done = at.clone(), torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
-        for _ in range(min(FRESH, self.length - 1)):
+        for _ in range(self.fresh):
             logits = self.hidden(tokens)[0].view(*tokens.shape, -1)[lanes, at - 1].float() @ self.backbone.head.t()
             if greedy:
                 token = logits.argmax(-1)
@@ -155,14 +156,17 @@ class DraftEvaluator:
         cut = cut_blocks(tokens, targets, anchors, k)
         live = (rows.weights.gather(1, anchors) > 0) & cut.valid[..., 0] & (anchors > 0)
         stacked = torch.stack(taps, 1).view(b, t, -1)
-        h = self.draft(stacked, tokens, document_start(tokens), anchors, self.backbone.embed, mode).hidden
         law = target_rows(hidden.view(b, t, -1), anchors, k)
         previous, labels = cut.tokens[..., :k].flatten(), cut.tokens[..., 1:].flatten()
-        slots = compare_slots(self.draft, h, law, self.backbone.head, previous, labels)
+        with torch.enable_grad():  # as in training, so that nothing is compiled again
+            h = self.draft(stacked, tokens, document_start(tokens), anchors, self.backbone.embed, mode).hidden
+            slots = compare_slots(self.draft, h, law, self.backbone.head, previous, labels)
+        h = h.detach()
         chain = self.chain(h.view(-1, k, h.shape[-1]), cut.tokens[..., 0].flatten()).view(b, -1, k)
         valid = (cut.valid & live[..., None]).flatten(0, 1)
         whole = valid[:, -1]  # blocks that do not touch an end
-        accept, agree, confidence = (x.view(-1, k).float() for x in (slots.accept, slots.agree, slots.confidence))
+        figures = (slots.accept, slots.agree, slots.confidence.detach())
+        accept, agree, confidence = (x.view(-1, k).float() for x in figures)
         right = (chain == cut.tokens[..., 1:]).view(-1, k) & valid
         prefix = right.cumprod(1).bool()
         before = torch.cat([valid[:, :1], prefix[:, :-1]], 1) & valid

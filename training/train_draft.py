@@ -70,7 +70,7 @@ class DraftTrainer:
         self.draft.to(self.device)
         self.mode = Mode(args.dtype, args.flex, sparse=True)  # the float32 engine's numerics but for bf16 sums
         self.backbone.freeze(self.mode)
-        self.optimizer = Optimizer(self.draft, args.muon_rate, decay=0.02)
+        self.optimizer = Optimizer(self.draft, args.muon_rate)
         self.generator = torch.Generator(device=self.device).manual_seed(args.seed)
         self.seen: set[str] = set()
         self.arrays: dict[str, list[np.ndarray]] = {}

@@ -1,6 +1,7 @@
 """The trainable draft model: agreement with the golden drafts, learning, and its way into a checkpoint."""
 
 import json
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -191,18 +192,37 @@ def test_nano_has_room_for_its_drafts() -> None:
     assert rest + draft + 100_000 <= 40_000_000  # headers, figures, calibration
 
 
-def test_a_run_writes_what_it_promises(tmp_path: Path) -> None:
-    """The whole program on the bundled backbone, a few steps of a few short rows."""
+def small_run(folder: Path, *more: str) -> list[dict]:
+    """The whole program on the bundled backbone, two steps of a few short rows; returns its log."""
     rng = np.random.default_rng(0)
-    (tmp_path / "data").mkdir()
+    (folder / "data").mkdir()
     for kind in ("prose", "chat"):
         ids = rng.integers(3, 8000, 2000).astype(np.uint16)
         ids[::150] = 0
-        ids.tofile(tmp_path / f"data/x.{kind}.u16")
-    command = f"--data {tmp_path}/data --out {tmp_path}/out --model {MODEL} --device cpu --steps 2"
-    train_draft.main([*command.split(), "--rows", "2", "--length", "64", "--anchors", "4", "--log-every", "1"])
-    lines = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+        ids.tofile(folder / f"data/x.{kind}.u16")
+    sizes = ["--device", "cpu", "--steps", "2", "--rows", "4", "--length", "32", "--anchors", "4", "--log-every", "1"]
+    train_draft.main(["--data", f"{folder}/data", "--out", f"{folder}/out", "--model", str(MODEL), *sizes, *more])
+    return [json.loads(line) for line in (folder / "out/log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_its_tensors(tmp_path: Path) -> None:
+    lines = small_run(tmp_path)
     assert [line["loss"] for line in lines if "loss" in line] and lines[-1]["done"]
-    config = with_stages(NanoConfig.load(MODEL))
-    load_draft(DraftModel(config), load_file(tmp_path / "out/draft.safetensors"))
-    assert lines[-1]["bytes"] == sum(t.nbytes for t in draft_tensors(DraftModel(config)).values())
+    draft = DraftModel(with_stages(NanoConfig.load(MODEL)))
+    load_draft(draft, load_file(tmp_path / "out/draft.safetensors"))
+    assert lines[-1]["bytes"] == sum(t.nbytes for t in draft_tensors(draft).values())
+
+
+@pytest.mark.slow
+def test_a_run_measures_what_it_made(tmp_path: Path) -> None:
+    with lzma.open(tmp_path / "valid.jsonl.xz", "wt") as shard:
+        for kind in ("prose", "code", "doc"):
+            shard.write(json.dumps({"text": "The river ran past the old mill. " * 40, "kind": kind}) + "\n")
+    phrases = {"effort": ["Effort: ", " of 100"], "tools": ["TOOLS", "END"], "schema": ["FORMAT", ""]}
+    (tmp_path / "phrases.json").write_text(json.dumps(phrases))
+    small_run(tmp_path, "--valid", f"{tmp_path}/valid.jsonl.xz", "--phrases", f"{tmp_path}/phrases.json")
+    held_out = json.loads((tmp_path / "out/metrics.json").read_text())["held_out"]
+    assert {"prose", "tools", "greedy-code", "sampled-prose"} <= set(held_out)
+    assert held_out["greedy-code"]["blocks"] > 0
+    slots = np.load(tmp_path / "out/slots.npz")
+    assert slots["confidence"].shape == slots["accept"].shape == slots["reached"].shape == (len(slots["kind"]), 5)
