@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
 from deepinfer.engine.stop import FinishReason, OutputText
+from deepinfer.metrics.drafts import DraftStats
 
 
 class TextStream(Protocol):
@@ -35,6 +38,9 @@ class Completion:
     stop_reason: int | str | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
+    draft_tok: list[int] = field(default_factory=list)
+    accept_tok: list[int] = field(default_factory=list)
+    predictions: list[list[float]] = field(default_factory=list)  # of each round, as in step_output.Rounds
 
     def accept(
         self, token_id: int, logprob: float, top: dict[int, float] | None, core_reason: FinishReason | None, now: float
@@ -70,6 +76,12 @@ class Completion:
             text += self._end(core_reason)
         return self._delta(text, [token_id], [logprob], None if top is None else [top])
 
+    def verified(self, drafted: int, accepted: int, predictions: list[float]) -> None:
+        """The tokens that came last were a round of drafts and the model's own."""
+        self.draft_tok.append(drafted)
+        self.accept_tok.append(accepted)
+        self.predictions.append(predictions)
+
     def end(self, reason: FinishReason) -> SequenceDelta:
         """Ends it without another token; releases the text that was held back."""
         return self._delta(self._end(reason), [], [], None)
@@ -88,6 +100,8 @@ class Completion:
             token_logprobs=self.logprobs,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             logprobs=None if params.logprobs is None else self.top_logprobs,
+            draft_tok=self.draft_tok,
+            accept_tok=self.accept_tok,
             stop_reason=self.stop_reason,
         )
 
@@ -148,4 +162,13 @@ class Answer:
             tbt=spans / gaps if gaps else None,
             replay_tokens=self.replay_tokens,
             preemptions=self.preemptions,
+            drafts=self._drafts(),
         )
+
+    def _drafts(self) -> DraftStats:
+        drafts = DraftStats()
+        for completion in self.completions:
+            if completion.draft_tok:
+                drafted, accepted = np.array([completion.draft_tok, completion.accept_tok], np.int64)
+                drafts.observe(drafted, accepted, np.array(completion.predictions, np.float32))
+        return drafts

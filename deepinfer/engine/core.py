@@ -14,7 +14,6 @@ import numpy as np
 from deepinfer.cache.hashing import HashChain
 from deepinfer.cache.manager import CacheManager
 from deepinfer.config import EngineConfig
-from deepinfer.kernels import random_streams
 from deepinfer.engine.admission import check_request, check_token_ids
 from deepinfer.engine.blocked import Condition
 from deepinfer.engine.deadlines import Deadlines
@@ -31,7 +30,9 @@ from deepinfer.engine.sequence import Status
 from deepinfer.engine.settle import settle
 from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, SequenceEvent, StepOutput
 from deepinfer.engine.stop import FinishReason
+from deepinfer.kernels import random_streams
 from deepinfer.metrics.stats import EngineStats
+from deepinfer.speculation.planner import DraftPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class EngineCore:
     """Not thread-safe: one owner calls add, abort and step in turn.
 
     runner: what computes a plan (engine/runner.py). refused_ids: token ids that no prompt may hold, with the reason.
-    clock: seconds, monotonic.
+    planner: says how many drafts a step verifies; None = one that knows no costs. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -53,11 +54,14 @@ class EngineCore:
         eos_token_ids: Iterable[int] = (),
         refused_ids: Mapping[int, str] | None = None,
         namespace: Callable[[str], bytes] = lambda salt: salt.encode(),
+        planner: DraftPlanner | None = None,
+        drafting: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
+        self.drafting = drafting
         self.manager = manager
-        self.scheduler = Scheduler(config, manager, self._stop_ids)
+        self.scheduler = Scheduler(config, manager, self._stop_ids, planner=planner)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.meter = StepMeter(self.scheduler, clock)
         self.loop: Loop = OverlappedLoop(runner) if config.overlap else PlainLoop(runner)
@@ -152,8 +156,8 @@ class EngineCore:
         output = settle(self.scheduler, plan, result)
         self._forget_finished(output)
         output = self._with_ends(output)
-        self.meter.record(plan, result, schedule_seconds, time.perf_counter() - begin)
-        self._deadlines.observe(plan.num_tokens - plan.num_decodes, result.device_seconds)
+        self.meter.record(plan, result, output, schedule_seconds, time.perf_counter() - begin)
+        self._deadlines.observe(int(plan.lengths[plan.num_decodes :].sum()), result.device_seconds)
         if not self.has_unfinished:
             self.meter.pause()
         return output

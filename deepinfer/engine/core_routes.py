@@ -7,7 +7,7 @@ from itertools import count
 
 import numpy as np
 
-from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, StepOutput
+from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, Rounds, StepOutput
 from deepinfer.engine.stop import FinishReason
 
 
@@ -108,7 +108,15 @@ class Routes:
             prompt_scores=[
                 s._replace(number=own) for s in output.prompt_scores if (own := self._own(s.number, client)) is not None
             ],
+            rounds=None if output.rounds is None else self._rounds(output.rounds, client),
         )
+
+    def _rounds(self, rounds: Rounds, client: bytes) -> Rounds | None:
+        own = [self._own(number, client) for number in rounds.numbers.tolist()]
+        rows = np.array([row for row, number in enumerate(own) if number is not None], np.int64)
+        if not len(rows):
+            return None
+        return rounds.take(rows, np.array([number for number in own if number is not None], np.int64))
 
     def _own(self, number: int, client: bytes) -> int | None:
         """The client's number of a request, None if it is not the client's."""

@@ -15,7 +15,7 @@ from itertools import repeat
 from deepinfer.engine.answer import Answer, Completion, TextStream
 from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.outputs import RequestOutput, SequenceDelta
-from deepinfer.engine.step_output import FINISH_CODES, NO_TOKEN, PromptScores, SequenceEvent, StepOutput
+from deepinfer.engine.step_output import FINISH_CODES, NO_TOKEN, PromptScores, Rounds, SequenceEvent, StepOutput
 from deepinfer.engine.stop import FinishReason, OutputText
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class OutputProcessor:
         now = self._clock()
         deltas: dict[tuple[int, int], SequenceDelta] = {}
         aborts: list[Abort] = []
+        ended: dict[int, Answer] = {}
         rows = zip(
             output.numbers.tolist(),
             output.indices.tolist(),
@@ -126,6 +127,11 @@ class OutputProcessor:
             if completion.finish_reason is not None:
                 if reason is None:  # the core does not know yet
                     aborts.append((number, index))
+                ended[number] = answer
+        if output.rounds is not None:
+            self._note_rounds(output.rounds, deltas)
+        for number, answer in ended.items():
+            if number in self._answers:
                 self._retire(answer)
         return list(deltas.values()), aborts
 
@@ -164,6 +170,22 @@ class OutputProcessor:
             if answer.queue is None:  # later ones: after a preemption, or completions that found no room at first
                 answer.queue = event.queue_seconds
                 answer.cached_tokens = event.cached_tokens
+
+    def _note_rounds(self, rounds: Rounds, deltas: dict[tuple[int, int], SequenceDelta]) -> None:
+        """A round belongs to the tokens of its step; what came behind a stop string was no output."""
+        rows = zip(
+            rounds.numbers.tolist(),
+            rounds.indices.tolist(),
+            rounds.drafted.tolist(),
+            rounds.accepted.tolist(),
+            rounds.predictions.tolist(),
+            strict=True,
+        )
+        for number, index, drafted, accepted, predictions in rows:
+            answer, delta = self._answers.get(number), deltas.get((number, index))
+            if answer is not None and delta is not None:
+                accepted = min(accepted, len(delta.token_ids))
+                answer.completions[index].verified(drafted, accepted, predictions)
 
     def _score(self, scores: PromptScores) -> None:
         answer = self._answers.get(scores.number)

@@ -10,6 +10,8 @@ import numpy as np
 
 from deepinfer.engine.plan import StepPlan, StepResult
 from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.step_output import NO_TOKEN, StepOutput
+from deepinfer.metrics.drafts import DraftStats
 from deepinfer.metrics.stats import EngineStats, StepStats
 
 
@@ -34,19 +36,24 @@ class StepMeter:
         """There is no work: the time until the next step counts for none."""
         self._last_end = None
 
-    def record(self, plan: StepPlan, result: StepResult, schedule_seconds: float, settle_seconds: float) -> StepStats:
-        """schedule_seconds: of the plan made in this turn (under the overlapped loop that of a later step)."""
+    def record(
+        self, plan: StepPlan, result: StepResult, output: StepOutput, schedule_seconds: float, settle_seconds: float
+    ) -> StepStats:
+        """output: of this step, settled. schedule_seconds: of the plan made in this turn (that of a later step under
+        the overlapped loop)."""
         now = self._clock()
         step = StepStats()
         own = schedule_seconds + result.device_seconds + settle_seconds
         step.seconds = own if self._last_end is None else now - self._last_end
         self._last_end = now
         step.decode_tokens, step.replay_tokens = plan.num_decodes, plan.num_replayed
-        step.prefill_tokens = plan.num_tokens - plan.num_decodes - plan.num_replayed
+        step.prefill_tokens = int(plan.lengths[plan.num_decodes :].sum()) - plan.num_replayed
+        if result.num_verified is not None:
+            self._count_drafts(step, plan, result.num_verified, output)
         step.decoder_rows_skipped = int(np.clip(plan.keep_from - plan.starts, 0, plan.lengths).sum())
-        step.decoder_rows_kept = plan.num_tokens - step.decoder_rows_skipped
-        step.generated_tokens = int(result.valid.sum())
-        step.corrupted = len(result.valid) - step.generated_tokens
+        step.decoder_rows_kept = step.num_tokens - step.decoder_rows_skipped
+        step.generated_tokens = int((output.token_ids != NO_TOKEN).sum())
+        step.corrupted = int((~result.valid).sum())
         step.prompt_tokens, step.prompt_tokens_cached = self._scheduler.take_admitted()
         step.schedule_seconds, step.settle_seconds = schedule_seconds, settle_seconds
         step.prepare_seconds = result.prepare_seconds
@@ -56,6 +63,15 @@ class StepMeter:
         self.totals.add(step)
         self.last = step
         return step
+
+    @staticmethod
+    def _count_drafts(step: StepStats, plan: StepPlan, num_verified: np.ndarray, output: StepOutput) -> None:
+        allowed = int(plan.draft_caps.sum())
+        step.draft_budget = allowed if plan.draft_budget is None else min(allowed, plan.draft_budget)
+        step.draft_tokens = int(num_verified.sum())
+        if (rounds := output.rounds) is not None:
+            step.drafts = DraftStats()
+            step.drafts.observe(rounds.drafted, rounds.accepted, rounds.predictions)
 
     def _count_cache(self, step: StepStats) -> None:
         scheduler, before = self._scheduler, self._cache

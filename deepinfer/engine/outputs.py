@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from deepinfer.metrics.drafts import DraftStats
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -18,9 +20,10 @@ class CompletionOutput:
     logprobs: list[dict[int, float]] | None = None
     """With SamplingParams.logprobs: per token, the most likely ids and the token itself, from the raw logits."""
     draft_tok: list[int] = field(default_factory=list)
-    """Drafted tokens per step; empty until drafting exists."""
+    """Drafts verified in each round, one entry per step that decoded it, 0 where no drafts were at hand; empty where
+    nothing is drafted."""
     accept_tok: list[int] = field(default_factory=list)
-    """Accepted drafts per step; sum(accept_tok) <= sum(draft_tok)."""
+    """Of them, those that became output; every round gives one token more, the model's own."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it, None for the model's own end token."""
 
@@ -39,6 +42,8 @@ class RequestMetrics:
     """Tokens that were in the prefix cache and were computed again to fill the windows."""
     preemptions: int = 0
     """How often a completion gave its blocks up and continued later."""
+    drafts: DraftStats = field(default_factory=DraftStats)
+    """Drafting over all completions of the request: lengths, acceptance by place, calibration."""
 
 
 @dataclass(slots=True)

@@ -91,7 +91,8 @@ class PrefixPlanner:
 
     def save_windows(self) -> None:
         """Windows at the boundaries where prefills were asked to stop: after the step that ends there, before the one
-        that goes on, whose copy would take their place."""
+        that goes on, whose copy would take their place. They lie in known tokens, so what a scheduled step is to pass
+        there it does pass; of decodes with drafts that is certain only once they are settled."""
         for sequence in list(self._stopping):
             slot = sequence.slot
             if slot is not None and (boundary := int(self._table.crossing[slot])) in sequence.boundaries:
@@ -137,7 +138,8 @@ class PrefixPlanner:
 
     def _save_last_window(self, sequence: Sequence) -> None:
         """Its last settled boundary, unless a step in flight copies another one over it (the replica has two places,
-        for even and odd multiples of 128), or it lies in a replay, whose windows are whole only at its end."""
+        for even and odd multiples of 128), or it lies in a replay, whose windows are whole only at its end. Drafts in
+        flight may pass the next boundary and fall back behind it, which takes the other place."""
         slot = sequence.slot
         assert slot is not None
         boundary = int(self._table.replica[slot])

@@ -23,12 +23,15 @@ from deepinfer.cache import CacheFullError
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.prefix import COLD, PrefixHit
 from deepinfer.config import BLOCK_SIZE, EngineConfig
-from deepinfer.engine.draft import StepDraft
+from deepinfer.engine.draft_room import DraftRoom
+from deepinfer.engine.drafting import every_request_is_reproducible
 from deepinfer.engine.plan import Admission, Fork, PromptScore, StepPlan
+from deepinfer.engine.plan_builder import PlanBuilder
 from deepinfer.engine.prefix_planner import PrefixPlanner
 from deepinfer.engine.queue_policy import QueuePolicy, make_policy
 from deepinfer.engine.sequence import Sequence, Status
 from deepinfer.engine.table import SequenceTable, boundaries
+from deepinfer.speculation.planner import DraftPlanner
 
 MAX_PREEMPTIONS = 3
 LOOK_AHEAD = 16  # waiting sequences that may ask running prefills for windows although the step is full
@@ -37,7 +40,8 @@ LOOK_AHEAD = 16  # waiting sequences that may ask running prefills for windows a
 class Scheduler:
     """Owns the queue, the slots and the blocks; knows nothing of tokens' meaning or of time.
 
-    stop_ids: the token ids that end a sequence, asked once when it starts.
+    stop_ids: the token ids that end a sequence, asked once when it starts. planner: says how many drafts a step
+    verifies, where there are any; None = one that knows no costs.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Scheduler:
         manager: CacheManager,
         stop_ids: Callable[[Sequence], set[int]],
         policy: QueuePolicy | None = None,
+        planner: DraftPlanner | None = None,
     ) -> None:
         self.config = config
         self.manager = manager
@@ -53,6 +58,10 @@ class Scheduler:
         self.waiting = policy or make_policy(config.queue_policy)
         self.running: list[Sequence] = []  # by order; each holds a slot
         self.prefixes = PrefixPlanner(config, manager, self.table)
+        if planner is None and config.drafts:
+            planner = DraftPlanner(config.max_num_seqs, config.drafts, varlen=config.varlen)
+        self.planner = planner
+        self._draft_room = None if planner is None else DraftRoom(config.drafts, manager, self.table, planner)
         self.by_slot: list[Sequence | None] = [None] * config.max_num_seqs
         self.failed: list[tuple[Sequence, Exception]] = []  # whose condition can never hold; taken by the core
         self._admitted = (0, 0)  # prompt tokens of sequences that started, and those of them that the cache had
@@ -60,6 +69,7 @@ class Scheduler:
         self._unforked: list[Sequence] = []  # completions that found no room beside their prompt, within one step
         self.num_recomputed = self.num_offloaded = 0  # preemptions
         self._stop_ids = stop_ids
+        self._all_reproducible = every_request_is_reproducible(config.seed, config.batch_invariant)
         self._decoding = np.empty(0, np.int64)  # slots of running sequences in DECODE, by order
         self._prefilling: list[Sequence] = []  # running sequences in PREFILL, by order
         self._running_changed = False
@@ -75,47 +85,72 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, of at most max_num_batched_tokens tokens; None if nobody can compute anything now."""
         self.prefixes.save_windows()
-        draft = StepDraft(self.table, self.config.max_num_batched_tokens)
-        self._decode(draft)
-        if self._prefill_is_due(draft):
-            self._continue_prefills(draft)
-            self._admit(draft, now)
+        builder = PlanBuilder(self.table, self.config.max_num_batched_tokens)
+        self._decode(builder)
+        prefills = self._prefill_is_due(builder)
+        drafts = None
+        if self._draft_room is not None:
+            drafts = self._draft_room.hold(builder, self._prefill_tokens() if prefills else 0)
+        if prefills:
+            self._continue_prefills(builder)
+            self._admit(builder, now)
         while self._unforked:  # now that nobody walks the queue
             self.add(self._unforked.pop(0))
-        if draft.is_empty:
+        if builder.is_empty:
             return None
-        self._steps_without_prefill = 0 if draft.num_prefill_tokens else self._steps_without_prefill + 1
+        caps: np.ndarray | int = 0
+        if self._draft_room is not None and drafts is not None:
+            caps = self._draft_room.fill(builder, *drafts)
+        self._count_decodes(builder.decode_slots, caps)
+        self._steps_without_prefill = 0 if builder.num_prefill_tokens else self._steps_without_prefill + 1
         self._num_steps += 1
-        return draft.plan(self._num_steps, self.manager.take_edits())
+        return builder.plan(self._num_steps, self.manager.take_edits())
 
-    def _decode(self, draft: StepDraft) -> None:
+    def _decode(self, builder: PlanBuilder) -> None:
         """One token for every sequence whose prompt is scheduled, unless its last one is promised already."""
         table, slots = self.table, self._decoding_slots()
-        slots = slots[table.total[slots] < table.limit[slots]]
-        short = slots[table.total[slots] > self.manager.capacity[slots]]
+        slots = slots[table.least[slots] < table.limit[slots]]
+        short = slots[self._ends(slots) > self.manager.capacity[slots]]
         for slot in short.tolist():
             if (sequence := self.by_slot[slot]) is not None and sequence.status is Status.DECODE:
                 self._grow(sequence)
         if self._running_changed:
             slots = slots[np.isin(slots, self._decoding_slots())]  # without those that were preempted
-        starts = table.total[slots] - 1
-        self._count_scheduled(slots, starts, starts + 1)
-        table.total[slots] += 1
         self.waiting.charge_outputs(table.tenant[slots])
-        draft.decode(slots, starts)
+        builder.decode(slots, self._ends(slots) - 1)
 
-    def _prefill_is_due(self, draft: StepDraft) -> bool:
+    def _ends(self, slots: np.ndarray) -> np.ndarray:
+        """How many tokens they have at most when the step begins."""
+        ends = self.table.total[slots]
+        return ends if self.planner is None else np.minimum(ends, self.table.limit[slots])
+
+    def _count_decodes(self, slots: np.ndarray, caps: np.ndarray | int) -> None:
+        table = self.table
+        ends = table.total[slots] + caps
+        self._count_scheduled(slots, table.total[slots] - 1, ends)
+        table.total[slots] = ends + 1
+        table.least[slots] += 1
+
+    def _prefill_tokens(self) -> int:
+        """That prefills could compute now; a block where that cannot be known without walking the queue."""
+        if len(self.waiting) and self.manager.num_free_slots:
+            return BLOCK_SIZE
+        self._sort_running()
+        slots = np.array([s.slot for s in self._prefilling], np.int64)
+        return int((self.table.prefill_end[slots] - self.table.computed[slots]).sum())
+
+    def _prefill_is_due(self, builder: PlanBuilder) -> bool:
         """With a prefill interval, decode steps come between; a step that decodes nobody may always prefill."""
-        return not draft.num_decodes or self._steps_without_prefill >= self.config.prefill_interval
+        return not builder.num_decodes or self._steps_without_prefill >= self.config.prefill_interval
 
-    def _continue_prefills(self, draft: StepDraft) -> None:
+    def _continue_prefills(self, builder: PlanBuilder) -> None:
         self._sort_running()
         for sequence in self._prefilling:
-            if draft.budget <= 0:
+            if builder.budget <= 0:
                 return
-            self._prefill(sequence, draft)
+            self._prefill(sequence, builder)
 
-    def _admit(self, draft: StepDraft, now: float) -> None:
+    def _admit(self, builder: PlanBuilder, now: float) -> None:
         """Starts waiting sequences while there is budget, a slot and blocks for the next in line.
 
         Nobody overtakes who waits for room, so a long prompt does not starve behind short ones. Who waits for something
@@ -125,7 +160,7 @@ class Scheduler:
         started = []
         looked_ahead = 0
         for sequence in self.waiting.candidates(now):
-            full = draft.budget <= 0 or not self.manager.num_free_slots
+            full = builder.budget <= 0 or not self.manager.num_free_slots
             if full and (looked_ahead == LOOK_AHEAD or self.prefixes.shared.is_empty()):
                 break
             looked_ahead += full
@@ -139,10 +174,10 @@ class Scheduler:
             if not self._fits(sequence, hit):
                 sequence.waits_for = "room"
                 break
-            self._start(sequence, hit, draft)
+            self._start(sequence, hit, builder)
             started.append(sequence)
             self.prefixes.start(sequence, hit, islice(self.waiting.candidates(now), LOOK_AHEAD))
-            self._prefill(sequence, draft)
+            self._prefill(sequence, builder)
         for sequence in started:
             self.waiting.remove(sequence)
 
@@ -199,7 +234,7 @@ class Scheduler:
 
     # -- starting and running -------------------------------------------------------------------------------------
 
-    def _start(self, sequence: Sequence, hit: PrefixHit, draft: StepDraft) -> None:
+    def _start(self, sequence: Sequence, hit: PrefixHit, builder: PlanBuilder) -> None:
         """A slot, blocks, and what the cache has of the prompt."""
         slot = self.manager.open()
         request, table = sequence.request, self.table
@@ -226,22 +261,30 @@ class Scheduler:
         if not sequence.preemptions:
             tokens, cached = self._admitted
             self._admitted = (tokens + sequence.num_known, cached + hit.replay_start)
-        draft.admissions.append(
-            Admission(slot, sequence.token_ids, len(request.prompt_token_ids), request.params, sequence.seed)
+        builder.admissions.append(
+            Admission(
+                slot,
+                sequence.token_ids,
+                len(request.prompt_token_ids),
+                request.params,
+                sequence.seed,
+                limit=sequence.limit,
+                reproducible=self._all_reproducible or request.params.seq_seed is not None,
+            )
         )
         self._run(sequence, slot, Status.PREFILL)
 
-    def _prefill(self, sequence: Sequence, draft: StepDraft) -> None:
+    def _prefill(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """The next chunk of its known tokens; the last one also draws the next token."""
         slot, table, hit = sequence.slot, self.table, sequence.hit
         assert slot is not None
         start, end = int(table.computed[slot]), int(table.prefill_end[slot])
-        size = self._chunk_size(sequence, start, end, draft.budget)
+        size = self._chunk_size(sequence, start, end, builder.budget)
         stop = start + size
         scoring = sequence.scores_prompt and sequence.scored < len(sequence.request.prompt_token_ids)
         num_logits = size if scoring else int(stop == end)
         keep_from = max(end - self.config.keep_tokens, hit.replay_start, 0) if self.config.truncation else 0
-        first_row = draft.prefill(
+        first_row = builder.prefill(
             slot,
             start,
             size,
@@ -253,9 +296,9 @@ class Scheduler:
         self._count_scheduled(np.array([slot]), np.array([start]), np.array([stop]))
         self.waiting.charge_prefill(int(table.tenant[slot]), size)
         if scoring:
-            self._score(sequence, start, stop, first_row, draft)
+            self._score(sequence, start, stop, first_row, builder)
         if stop == end:
-            self._end_prefill(sequence, first_row + num_logits - 1, draft)
+            self._end_prefill(sequence, first_row + num_logits - 1, builder)
 
     def _chunk_size(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
         """Up to the budget, and to the next place where a window is to be saved. A chunk that does not end the prompt
@@ -270,14 +313,15 @@ class Scheduler:
         wanted = [b for b in sequence.boundaries if start < b < start + size]
         return min(wanted) - start if wanted else size
 
-    def _end_prefill(self, sequence: Sequence, row: int, draft: StepDraft) -> None:
+    def _end_prefill(self, sequence: Sequence, row: int, builder: PlanBuilder) -> None:
         """All known tokens are scheduled: it draws from this row, and its other completions start from the same."""
         slot = sequence.slot
         assert slot is not None
         sequence.status = Status.DECODE
         self._running_changed = True
+        self.table.least[slot] += 1
         self.table.total[slot] += 1
-        draft.draw(slot, row)
+        builder.draw(slot, row)
         for child in [s for s in sequence.siblings if s.status is Status.FORKING]:
             try:
                 child_slot, edits = self.manager.fork(slot, int(self.table.prefill_end[slot]))
@@ -287,10 +331,10 @@ class Scheduler:
             self.table.branch(slot, child_slot, child.index)
             child.chain = sequence.chain.copy()
             self.waiting.enter(child.request.tenant)
-            draft.fork(Fork(slot, child_slot, child.seed, edits), row)
+            builder.fork(Fork(slot, child_slot, child.seed, edits), row)
             self._run(child, child_slot, Status.DECODE)
 
-    def _score(self, sequence: Sequence, start: int, stop: int, first_row: int, draft: StepDraft) -> None:
+    def _score(self, sequence: Sequence, start: int, stop: int, first_row: int, builder: PlanBuilder) -> None:
         """Prompt tokens that the chunk's rows predict and that were not scored before. Row i predicts token start + i +
         1; the row at the prompt's end predicts output."""
         prompt = sequence.request.prompt_token_ids
@@ -298,7 +342,7 @@ class Scheduler:
         if begin < end:
             tokens = np.asarray(prompt[begin:end], np.int64)
             row = first_row + begin - 1 - start
-            draft.score(PromptScore(sequence, row, tokens, sequence.params.prompt_logprobs or 0))
+            builder.score(PromptScore(sequence, row, tokens, sequence.params.prompt_logprobs or 0))
             sequence.scored = end
 
     def _count_scheduled(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
@@ -309,6 +353,8 @@ class Scheduler:
     def _run(self, sequence: Sequence, slot: int, status: Status) -> None:
         sequence.slot, sequence.status = slot, status
         self.by_slot[slot] = sequence
+        if self.planner is not None:
+            self.planner.open(slot)
         bisect.insort(self.running, sequence, key=lambda s: s.order)
         self._running_changed = True
 
@@ -340,7 +386,8 @@ class Scheduler:
         """Makes room for its next token, at the expense of the youngest, which may be the sequence itself."""
         while sequence.slot is not None:
             try:
-                self.manager.reserve(sequence.slot, int(self.table.total[sequence.slot]))
+                slot = sequence.slot
+                self.manager.reserve(slot, int(min(self.table.total[slot], self.table.limit[slot])))
                 return
             except CacheFullError:
                 self._preempt(next(self._victims(), sequence))
@@ -355,8 +402,9 @@ class Scheduler:
         assert slot is not None
         done, known = int(table.done[slot]), int(table.known[slot])
         sequence.token_ids = table.tokens[slot, :known].copy()
-        # A chunk in flight writes over the window before it; of a single row the rings keep what it takes.
-        whole = int(table.computed[slot]) - done <= 1
+        # A chunk in flight writes over the window before it; of as many rows as a verify step has the rings keep what
+        # they take.
+        whole = int(table.computed[slot]) - done <= 1 + self.config.drafts
         if whole and done >= self.config.offload_tokens and self.config.offload_bytes:
             sequence.ticket = self.manager.offload(slot, done)
             sequence.offloaded = done

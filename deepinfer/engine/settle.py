@@ -11,40 +11,34 @@ import numpy as np
 
 from deepinfer.engine.plan import StepPlan, StepResult
 from deepinfer.engine.scheduler import Scheduler
-from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, PromptScores, StepOutput
-from deepinfer.engine.stop import FinishReason
-
-STOP, LENGTH, ERROR = (FINISH_CODE[reason] for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR))
+from deepinfer.engine.settle_runs import Settled, finish_codes, settle_runs
+from deepinfer.engine.step_output import NO_TOKEN, PromptScores, StepOutput
 
 
 def settle(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> StepOutput:
     """What the step added, and the ends it brought. Sequences that ended have given everything back."""
-    table = scheduler.table
+    table, drafting = scheduler.table, scheduler.planner is not None
     current = table.epoch[plan.slots] == plan.chunk_epochs
+    if drafting:
+        current[: plan.num_decodes] = False  # how many of their rows stay follows from their draws
     table.settle_chunks(plan.slots[current], plan.starts[current], plan.lengths[current])
 
     current = table.epoch[plan.draw_slots] == plan.draw_epochs
-    slots = plan.draw_slots[current]
-    token_ids, valid = result.token_ids[current], result.valid[current]
-    token_ids = np.where(valid, token_ids, NO_TOKEN)
-    stopped, full = table.settle_draws(slots, np.where(valid, token_ids, 0))
-    finish = np.where(stopped, STOP, np.where(full, LENGTH, 0))
-    finish = np.where(valid, finish, ERROR).astype(np.int8)
+    settled = (settle_runs if drafting else _settle_single)(scheduler, plan, result, current)
     output = StepOutput(
-        numbers=table.number[slots],
-        indices=table.index[slots],
-        token_ids=token_ids,
-        logprobs=result.logprobs[current],
-        finish=finish,
-        top=None if result.top is None else [result.top[i] for i in np.flatnonzero(current).tolist()],
+        numbers=table.number[settled.slots],
+        indices=table.index[settled.slots],
+        token_ids=settled.token_ids,
+        logprobs=result.logprobs[settled.places],
+        finish=settled.finish,
+        top=None if result.top is None else [result.top[i] for i in settled.places.tolist()],
         prompt_scores=[
             PromptScores(score.sequence.request.number, entries)
             for score, entries in zip(plan.scores, result.scores, strict=True)
         ],
+        rounds=settled.rounds,
     )
-    ended = slots[finish > 0]
-    table.known[slots[~valid]] -= 1  # an invalid row gave no token
-    for slot in ended.tolist():
+    for slot in settled.slots[settled.finish > 0].tolist():
         sequence = scheduler.by_slot[slot]
         assert sequence is not None
         scheduler.finish(sequence)
@@ -53,3 +47,13 @@ def settle(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> StepOutp
         if sequence is not None:
             scheduler.prefixes.publish(sequence)
     return output
+
+
+def _settle_single(scheduler: Scheduler, plan: StepPlan, result: StepResult, current: np.ndarray) -> Settled:
+    """Every draw brought one token."""
+    table, places = scheduler.table, current.nonzero()[0]
+    slots, valid = plan.draw_slots[places], result.valid[places]
+    token_ids = np.where(valid, result.token_ids[places], NO_TOKEN)
+    stopped, full = table.settle_draws(slots, np.where(valid, token_ids, 0))
+    table.known[slots[~valid]] -= 1  # an invalid row gave no token
+    return Settled(slots, places, token_ids, finish_codes(stopped & valid, full & valid, ~valid))

@@ -44,6 +44,40 @@ class PromptScores(NamedTuple):
     entries: list[dict[int, float]]
 
 
+class Rounds(msgspec.Struct, kw_only=True, eq=False):
+    """One entry per sequence that decoded: a round verifies drafts, 0 of them where none were at hand."""
+
+    numbers: np.ndarray
+    """int64 [m], of the requests."""
+    indices: np.ndarray
+    """int32 [m], which completion."""
+    drafted: np.ndarray
+    """int64 [m] drafts that were verified."""
+    accepted: np.ndarray
+    """int64 [m] of them, those that became output: accepted, and not behind the end of the sequence."""
+    predicted: np.ndarray
+    """float32 [m * k], round by round: the probability that draft i and all before it are accepted, as it stood before.
+    NaN where a draft was not verified, or lies behind the end."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def predictions(self) -> np.ndarray:
+        """`predicted` as [m, k]."""
+        return self.predicted.reshape(len(self), -1)
+
+    def take(self, rows: np.ndarray, numbers: np.ndarray) -> Rounds:
+        """These rounds [n] alone, under other numbers [n]."""
+        return Rounds(
+            numbers=numbers,
+            indices=self.indices[rows],
+            drafted=self.drafted[rows],
+            accepted=self.accepted[rows],
+            predicted=self.predictions[rows].ravel(),
+        )
+
+
 class StepOutput(msgspec.Struct, kw_only=True, eq=False):
     """One row per token or end, in the order that they came; rows of one sequence stand in order of position."""
 
@@ -61,6 +95,8 @@ class StepOutput(msgspec.Struct, kw_only=True, eq=False):
     """[n]: most likely ids and the token itself; None where not asked for, None altogether if no row asked."""
     events: list[SequenceEvent] = []
     prompt_scores: list[PromptScores] = []
+    rounds: Rounds | None = None
+    """None if nobody decoded, or nothing is drafted."""
 
     def __len__(self) -> int:
         return len(self.numbers)

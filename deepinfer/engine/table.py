@@ -3,10 +3,13 @@ numpy operations whatever the number of sequences or the length of their context
 
 The counters (spec/engine.md 1.1), for a slot whose steps N and N + 1 are in flight:
 
-    0 ....... done ... known ...... computed .. total
-    state settled |  tokens settled | scheduled  | known + promised by steps in flight
+    0 ....... done ... known ......... least ........ computed .. total
+    state settled |  tokens settled | + a token for | scheduled  | known + promised at most by steps in flight
+                                      each draw in flight          (every draft accepted)
 
-Without a step in flight, done = computed and known = total. A sequence decodes when computed = total - 1.
+Without a step in flight, done = computed and known = least = total. A sequence decodes when computed = total - 1.
+Without drafts least = total: a step in flight brings one token per draw. With drafts the truth lies between the two,
+and `total` and `computed` may run past the limit, which the tokens never do; they come back when the step is settled.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ class SequenceTable:
 
         self.tokens = np.zeros((max_num_seqs, max_model_len), np.int32)  # known tokens of the slot's sequence
         self.known = counters()
+        self.least = counters()
         self.total = counters()
         self.computed = counters()
         self.done = counters()
@@ -43,7 +47,7 @@ class SequenceTable:
         """A sequence with these known tokens takes the slot; nothing of it is computed."""
         count = len(token_ids)
         self.tokens[slot, :count] = token_ids
-        self.known[slot] = self.total[slot] = self.prefill_end[slot] = count
+        self.known[slot] = self.least[slot] = self.total[slot] = self.prefill_end[slot] = count
         self.limit[slot], self.number[slot], self.index[slot] = limit, number, index
         self.epoch[slot] += 1
         self.replica[slot] = self.crossing[slot] = 0
@@ -64,7 +68,9 @@ class SequenceTable:
         """`child` starts with the parent's scheduled prompt and draws its own next token."""
         known = int(self.known[parent])
         self.tokens[child, :known] = self.tokens[parent, :known]
-        for counter in (self.known, self.total, self.computed, self.limit, self.prefill_end, self.number, self.tenant):
+        for counter in (
+            self.known, self.least, self.total, self.computed, self.limit, self.prefill_end, self.number, self.tenant
+        ):  # fmt: skip
             counter[child] = counter[parent]
         self.done[child] = self.computed[parent]
         self.published[child] = known // BLOCK_SIZE  # the parent hands the shared blocks to the cache
@@ -78,7 +84,7 @@ class SequenceTable:
         self.epoch[slot] += 1
 
     def settle_chunks(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """These chunks' state is written."""
+        """These chunks' state is written, and stays."""
         ends = starts + lengths
         self.done[slots] = ends
         crossed = boundaries(starts, ends)
@@ -91,6 +97,27 @@ class SequenceTable:
         self.known[slots] = at + 1
         stopped = (self.stops[slots] == token_ids[:, None]).any(1)
         return stopped, at + 1 >= self.limit[slots]
+
+    def settle_runs(
+        self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Each slot's next tokens are known: the first counts [n] of its row of token_ids [n, m]. What stands behind a
+        stop token or beyond the limit is dropped -> int64 [n] how many are kept, and as `settle_draws`."""
+        at, columns = self.known[slots], np.arange(token_ids.shape[1])
+        stops = (token_ids[:, :, None] == self.stops[slots][:, None, :]).any(2) & (columns < counts[:, None])
+        stop = np.where(stops.any(1), stops.argmax(1), len(columns))
+        kept = np.minimum(np.minimum(counts, stop + 1), self.limit[slots] - at)
+        row, column = (columns < kept[:, None]).nonzero()
+        self.tokens[slots[row], at[row] + column] = token_ids[row, column]
+        self.known[slots] = at + kept
+        return kept, stop < kept, at + kept >= self.limit[slots]
+
+    def take_back(self, slots: np.ndarray, caps: np.ndarray, counts: np.ndarray) -> None:
+        """Decodes that were scheduled with up to `caps` drafts came back with `counts` tokens [n]."""
+        missing = caps + 1 - counts
+        self.least[slots] += counts - 1
+        self.total[slots] -= missing
+        self.computed[slots] -= missing
 
     def unpublished(self, slots: np.ndarray) -> np.ndarray:
         """Those of the slots that have full blocks with settled state which the prefix cache has not seen."""

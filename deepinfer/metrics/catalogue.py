@@ -1,7 +1,7 @@
 """Names of spec/serving.md 6.1 that the engine can fill today: one row per metric, with its name in vLLM 0.33.0.
 
-A name whose events do not exist yet (stores, transfers, drafts, expert balance) has no row: a metric that is always
-zero says something false.
+A name whose events do not exist yet (stores, transfers, expert balance) has no row: a metric that is always zero says
+something false. The two names at the end of "spec_" stand in spec/engine.md 9, in words.
 """
 
 from __future__ import annotations
@@ -39,6 +39,17 @@ STEP_METRICS = (
     Metric("decoder_rows", "counter", "Rows through the layers after the last KV source, or spared them.", "rows"),
     Metric("generation_tokens", "counter", "Tokens generated.", vllm="generation_tokens"),
     Metric("preemptions", "counter", "Sequences that gave up their slot for others.", "mode", "num_preemptions"),
+    Metric("spec_decode_drafts", "counter", "Rounds: decode steps of one sequence, with drafts or without.",
+           vllm="spec_decode_num_drafts"),
+    Metric("spec_decode_draft_tokens", "counter", "Drafts that were verified.",
+           vllm="spec_decode_num_draft_tokens"),
+    Metric("spec_decode_accepted_tokens", "counter", "Drafts that became output.",
+           vllm="spec_decode_num_accepted_tokens"),
+    Metric("spec_decode_accepted_tokens_per_pos", "counter", "The same by place in the draft, the first one 0.",
+           "position", "spec_decode_num_accepted_tokens_per_pos"),
+    Metric("spec_verify_length", "histogram", "Drafts verified in a round."),
+    Metric("spec_verify_budget_usage_ratio", "gauge", "Drafts verified over drafts allowed by the plans, 0 to 1."),
+    Metric("spec_calibration_error", "gauge", "Expected calibration error of predicted acceptance, 20 bins."),
     Metric("iteration_tokens", "histogram", "Rows per step.", vllm="iteration_tokens_total"),
     Metric("step_seconds", "histogram", "Time of a step, by what it computed.", "kind"),
     Metric("cpu_phase_seconds", "histogram", "Host time per step, by phase.", "phase"),

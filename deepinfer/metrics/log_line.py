@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from deepinfer.metrics.drafts import DraftStats
 from deepinfer.metrics.stats import StepStats
 
 
@@ -21,6 +22,7 @@ class LogLine:
         self._since = self._clock()
         self._prefill = self._decode = self._queries = self._hits = self._preempted = self._steps = 0
         self._busy = self._idle = 0.0
+        self._drafts = DraftStats()
 
     def observe(self, step: StepStats) -> str | None:
         """Takes in one step; returns the line when it is due. Steps that computed nothing are not counted."""
@@ -33,6 +35,9 @@ class LogLine:
         self._steps += 1
         self._prefill += step.prefill_tokens + step.replay_tokens
         self._decode += step.decode_tokens
+        if step.drafts is not None:
+            self._decode += step.drafts.accepted
+            self._drafts.merge(step.drafts)
         self._queries += step.prefix_queries
         self._hits += step.prefix_hits
         self._preempted += step.preemptions_recompute + step.preemptions_offload
@@ -54,8 +59,17 @@ class LogLine:
                 f"cache {_share(step.blocks_used, step.blocks_total)} used, {_share(self._hits, self._queries)} hits",
                 f"preempted {self._preempted}",
                 f"device idle {_share(self._idle, self._busy + self._idle)}",
+                *self._drafting(),
             )
         )
+
+    def _drafting(self) -> Iterator[str]:
+        drafts = self._drafts
+        if drafts.rounds:
+            yield (
+                f"drafts: {drafts.verify_length:.2f} verified, {drafts.accept_length:.2f} tokens per round, "
+                f"{_share(drafts.accepted, drafts.drafted)} accepted"
+            )
 
 
 def _rate(count: int, seconds: float) -> str:

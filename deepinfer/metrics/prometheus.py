@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from deepinfer.metrics.catalogue import INFO_METRICS, REQUEST_METRICS, STEP_METRICS, Metric
+from deepinfer.metrics.drafts import DraftStats
 from deepinfer.metrics.histogram import (
     COMPLETIONS,
     FIRST_TOKEN_SECONDS,
@@ -27,6 +28,8 @@ from deepinfer.metrics.histogram import (
     Histogram,
 )
 from deepinfer.metrics.stats import EngineStats, RequestStats, StepStats
+
+VERIFY_BOUNDS = 6  # 0 .. 5 drafts: as many as a verify step has rows
 
 Values = Mapping[str, float | Histogram]  # by the value of the metric's own label, "" without one
 
@@ -146,8 +149,14 @@ class EngineMetrics(Collector):
         return {"request_success": dict(self._finished), **histograms}
 
 
+def _verify_lengths(drafts: DraftStats) -> Histogram:
+    counts = drafts.lengths()
+    bounds = tuple(float(length) for length in range(max(len(counts), VERIFY_BOUNDS)))
+    return Histogram(bounds, counts + [0] * (len(bounds) + 1 - len(counts)), float(drafts.drafted))
+
+
 def _step_values(stats: EngineStats) -> dict[str, Values]:
-    now = stats.totals
+    now, drafts = stats.totals, stats.drafts
     return {
         "requests_running": {"": now.running},
         "requests_waiting": {"": now.waiting},
@@ -167,6 +176,13 @@ def _step_values(stats: EngineStats) -> dict[str, Values]:
         "decoder_rows": {"kept": now.decoder_rows_kept, "skipped": now.decoder_rows_skipped},
         "generation_tokens": {"": now.generated_tokens},
         "preemptions": {"recompute": now.preemptions_recompute, "offload": now.preemptions_offload},
+        "spec_decode_drafts": {"": drafts.rounds},
+        "spec_decode_draft_tokens": {"": drafts.drafted},
+        "spec_decode_accepted_tokens": {"": drafts.accepted},
+        "spec_decode_accepted_tokens_per_pos": {str(at): count for at, count in enumerate(drafts.accepted_at)},
+        "spec_verify_length": {"": _verify_lengths(drafts)},
+        "spec_verify_budget_usage_ratio": {"": now.draft_tokens / max(now.draft_budget, 1)},
+        "spec_calibration_error": {"": drafts.calibration_error},
         "iteration_tokens": {"": stats.step_tokens},
         "step_seconds": dict(stats.step_seconds),
         "cpu_phase_seconds": dict(stats.phase_seconds),

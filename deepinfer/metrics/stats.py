@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from deepinfer.metrics.drafts import DraftStats
 from deepinfer.metrics.histogram import PHASE_SECONDS, STEP_SECONDS, TOKENS, Histogram
 
 PHASES = ("schedule", "prepare", "settle", "output")
@@ -16,12 +17,17 @@ PHASES = ("schedule", "prepare", "settle", "output")
 
 @dataclass(slots=True)
 class StepStats:
-    """One step: first what it did (`FLOWS`, zero in a fresh object), then how things stood after it (`LEVELS`)."""
+    """One step: first what it did (`FLOWS` and `drafts`, zero in a fresh object), then how things stood after it
+    (`LEVELS`)."""
 
     seconds: float = 0.0
     """From the step before, or from this one's start after a pause, to this one's end."""
     decode_tokens: int = 0
-    """Rows of sequences whose known tokens are all computed."""
+    """Rows of sequences whose known tokens are all computed, without those of `draft_tokens`."""
+    draft_tokens: int = 0
+    """Rows of drafts that were verified."""
+    draft_budget: int = 0
+    """Drafts that the step's plan allowed to verify."""
     prefill_tokens: int = 0
     """Rows of prompts (and of output computed again after a preemption), without those of `replay_tokens`."""
     replay_tokens: int = 0
@@ -55,6 +61,8 @@ class StepStats:
     """The device computed."""
     idle_seconds: float = 0.0
     """The device waited although there was work."""
+    drafts: DraftStats | None = None
+    """What became of the drafts; None if nobody decoded, or nothing is drafted."""
 
     running: int = 0
     """Sequences with a slot."""
@@ -74,7 +82,7 @@ class StepStats:
     @property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        return self.decode_tokens + self.prefill_tokens + self.replay_tokens
+        return self.decode_tokens + self.draft_tokens + self.prefill_tokens + self.replay_tokens
 
     @property
     def kind(self) -> str:
@@ -92,7 +100,7 @@ LEVELS = (
     "running", "waiting", "waiting_by_reason", "blocks_free", "blocks_used", "blocks_cached", "slots_used",
     "slots_total",
 )  # fmt: skip
-FLOWS = tuple(name for name in StepStats.__dataclass_fields__ if name not in LEVELS)
+FLOWS = tuple(name for name in StepStats.__dataclass_fields__ if name not in (*LEVELS, "drafts"))
 _flow_values = attrgetter(*FLOWS)  # one call into C instead of one per field
 _level_values = attrgetter(*LEVELS)
 _phase_values = attrgetter(*(f"{phase}_seconds" for phase in PHASES))
@@ -108,7 +116,8 @@ def _by_phase() -> dict[str, Histogram]:
 
 @dataclass(slots=True)
 class EngineStats:
-    """All steps since the engine started. `totals`: flows summed, levels as they stood last."""
+    """All steps since the engine started. `totals`: flows summed, levels as they stood last; its `drafts` stay None,
+    those of all steps are in `drafts`."""
 
     steps: int = 0
     """Those that computed something."""
@@ -116,6 +125,7 @@ class EngineStats:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     step_seconds: dict[str, Histogram] = field(default_factory=_by_kind)
     phase_seconds: dict[str, Histogram] = field(default_factory=_by_phase)
+    drafts: DraftStats = field(default_factory=DraftStats)
     rejections: dict[str, int] = field(default_factory=dict)
     """Requests refused at the door, by reason: the field that was wrong, "draining", "malformed"."""
     last_step_age: float = 0.0
@@ -130,6 +140,8 @@ class EngineStats:
         for name, value in zip(LEVELS, _level_values(step), strict=True):
             setattr(totals, name, value)
         totals.waiting_by_reason = dict(step.waiting_by_reason)
+        if step.drafts is not None:
+            self.drafts.merge(step.drafts)
         kind = step.kind
         if kind == "empty":
             return

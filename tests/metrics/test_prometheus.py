@@ -28,7 +28,8 @@ SPECIFIED = frozenset(
     kv_store_result_total moe_lb_ratio eplb_cycle_state eplb_cycle_age_seconds eplb_moved_bytes_total
     dummy_steps_total step_seconds cpu_phase_seconds gpu_idle_seconds_total last_step_age_seconds
     admission_rejections_total queue_tokens breaker_state retries_total resumed_streams_total
-    duplicate_tokens_dropped_total corrupted_requests_total grammar_compile_seconds grammar_cache_total
+    duplicate_tokens_dropped_total corrupted_requests_total spec_verify_budget_usage_ratio spec_calibration_error
+    grammar_compile_seconds grammar_cache_total
     fsm_errors_total goodput_requests_total slo_violations_total build_info cache_config_info
     """.split()  # noqa: SIM905
 )
