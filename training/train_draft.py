@@ -198,7 +198,8 @@ class DraftTrainer:
             self.step += 1
             self.tokens += batch.tokens.numel()
             with torch.no_grad():
-                parts = (slots.ce, slots.tv, slots.accept, slots.agree.float())
+                doubt = (slots.confidence.sigmoid() - slots.accept).abs()
+                parts = (slots.ce, doubt, slots.accept, slots.agree.float())
                 for row, part in zip(sums, parts, strict=True):
                     row[:k] += torch.where(valid, part.detach().view(-1, k), 0.0).sum(0)
                 live[:k] += valid.sum(0)
@@ -208,6 +209,7 @@ class DraftTrainer:
                 self.log(
                     loss=round(loss.item(), 4),
                     ce=[round(v, 3) for v in mean[0]],
+                    doubt=[round(v, 3) for v in mean[1]],  # mean distance of confidence and acceptance
                     accept=[round(v, 4) for v in mean[2]],
                     agree=[round(v, 4) for v in mean[3]],
                     tau=round(1 + float(np.cumprod(mean[2]).sum()), 3),
