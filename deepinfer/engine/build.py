@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,8 @@ from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import BLOCK_SIZE, EngineConfig, blocks_for
 from deepinfer.engine.core import EngineCore
-from deepinfer.engine.drafting import describe_drafting, draft_length, every_request_is_reproducible
+from deepinfer.engine.drafting import describe_choice, describe_drafting, draft_length, every_request_is_reproducible
+from deepinfer.engine.profile import measure_costs, typical_seconds
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.settings import Settings, check_keep_tokens
 from deepinfer.engine.sizing import divide_memory, fit
@@ -25,6 +27,9 @@ from deepinfer.model import load_model
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.digest import model_digest
+from deepinfer.speculation.calibration import Calibration
+from deepinfer.speculation.planner import DraftPlanner
+from deepinfer.speculation.propose import DraftModelDrafter
 
 
 def load(path: Path, settings: Settings, *, progress: bool = False) -> tuple[DeepseekV41, EngineConfig]:
@@ -78,7 +83,8 @@ def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
         bytes_per_slot=slot_bytes(model, settings.kv_format, drafts, replicas=keeps_windows)
         + _draft_logit_bytes(settings, drafts, model.vocab_size),
         memory=memory.blocks,
-        bytes_per_step_token=staging_bytes(model, settings.kv_format, 1),
+        bytes_per_step_token=staging_bytes(model, settings.kv_format, 1, drafts=drafts),
+        draft_rows_per_seq=model.dspark_block_size if drafts else 0,
         num_blocks=settings.num_blocks,
         bytes_per_window=per_window,
         window_memory=memory.windows,
@@ -147,6 +153,7 @@ def build_core(
     manager = CacheManager.for_model(
         model.config, config, offload_blocks=config.offload_bytes // per_block, on_event=on_event
     )
+    drafting = _drafting(path, model, storage, manager, config, progress) if config.drafts else None
     ends = (model.config.eos_token_id,)
     runner = ModelRunner(
         model,
@@ -155,6 +162,9 @@ def build_core(
         max_model_len=config.max_model_len,
         vocab_size=model.config.vocab_size,
         eos_token_ids=ends,
+        drafter=drafting and drafting.drafter,
+        drafts=config.drafts,
+        calibration=drafting and drafting.calibration,
     )
     return EngineCore(
         runner,
@@ -164,10 +174,49 @@ def build_core(
         eos_token_ids=ends,
         refused_ids={model.config.image_token_id: "stands for a picture, and pictures are not built yet"},
         namespace=partial(namespace, model_digest(path), config.kv_format, LAYOUT_VERSION),
+        planner=drafting and drafting.planner,
+        drafting=drafting.lines if drafting else (),
         clock=clock,
     )
 
 
+class _Drafting(NamedTuple):
+    drafter: DraftModelDrafter
+    calibration: Calibration
+    planner: DraftPlanner
+    lines: tuple[str, ...]  # for people: how drafts are chosen
+
+
+def _drafting(
+    path: str | Path,
+    model: DeepseekV41,
+    storage: CacheStorage,
+    manager: CacheManager,
+    config: EngineConfig,
+    progress: bool,
+) -> _Drafting:
+    """What drafts, what its confidence is worth, and who decides how many drafts pay."""
+    if model.draft is None:
+        raise ValueError(f"drafts: {config.drafts} need the model's draft stages; load it with drafts=True")
+    drafter = DraftModelDrafter(model.draft, storage, config.drafts)
+    calibration = Calibration.load(Path(path), config.drafts)
+    costs = None
+    if config.varlen:
+        costs = measure_costs(
+            model,
+            storage,
+            manager,
+            drafter,
+            config,
+            vocab_size=model.config.vocab_size,
+            typical=typical_seconds(model.device),
+            progress=progress,
+        )
+    planner = DraftPlanner(config.max_num_seqs, config.drafts, varlen=config.varlen, costs=costs)
+    lines = describe_choice(planner.explanation, costs, calibration.is_fitted)
+    return _Drafting(drafter, calibration, planner, lines)
+
+
 def describe(path: Path, settings: Settings, model: ModelConfig, core: EngineCore) -> str:
     """What is printed at start: the settings in force, drafting among them."""
-    return settings.describe(path, model, core.config, describe_drafting(settings, model, core.config))
+    return settings.describe(path, model, core.config, describe_drafting(settings, model, core.config, core.drafting))

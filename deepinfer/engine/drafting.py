@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepinfer.config import VERIFY_ROWS, EngineConfig
+from deepinfer.speculation.calibration import FILE_NAME as CALIBRATION_FILE
 
 if TYPE_CHECKING:
     from deepinfer.engine.settings import Settings
     from deepinfer.model.config import ModelConfig
+    from deepinfer.speculation.budget import CostCurve, StepCosts
 
 
 def draft_length(settings: Settings, model: ModelConfig) -> int:
@@ -34,28 +36,34 @@ def draft_length(settings: Settings, model: ModelConfig) -> int:
 
 
 def describe_drafting(
-    settings: Settings, model: ModelConfig, config: EngineConfig, costs: str = "", calibrated: bool = False
+    settings: Settings, model: ModelConfig, config: EngineConfig, choice: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """The printed lines. costs: what a step was measured to cost; calibrated: the checkpoint brings temperatures for
-    its confidence head."""
+    """The printed lines. choice: those of `describe_choice`."""
     if not config.drafts:
         return (f"no drafting: {_why_not(settings, model)}",)
     asked = "" if settings.nextn == config.drafts else f" (not {settings.nextn}: as far as the checkpoint drafts)"
-    lines = [
-        f"drafting: up to {config.drafts} tokens per step{asked}, of blocks of {model.dspark_block_size}, by "
-        f"{model.num_drafts} draft stages"
-    ]
-    if config.varlen:
-        lines.append(f"  verified: as many as their confidence is worth, {costs}")
-        lines.append(
-            "  confidence: calibrated by dspark_calibration.json"
-            if calibrated
-            else "  confidence: as the head gives it, no dspark_calibration.json beside the weights"
-        )
-    else:
-        lines.append("  verified: all that there is room for (mtp_varlen off)")
-    lines.append(f"  acceptance: {_acceptance(config)}")
-    return tuple(lines)
+    varlen = "" if config.varlen else " (mtp_varlen off)"
+    return (
+        f"drafting: up to {config.drafts} tokens per step{asked}{varlen}, by {model.num_drafts} draft stages in blocks "
+        f"of {model.dspark_block_size}",
+        *(f"  {line}" for line in choice),
+        f"  acceptance: {_acceptance(config)}",
+    )
+
+
+def describe_choice(policy: str, costs: StepCosts | None, calibrated: bool) -> tuple[str, ...]:
+    """How drafts are chosen for verification: the planner's words, a few points of the measured costs, and whether the
+    checkpoint brings temperatures for its confidence head."""
+    lines = [f"verified: {policy}"]
+    if costs is not None:
+        lines.append(f"measured: {_points(costs.verify, 'row')}; drafting for {_points(costs.draft, 'sequence')}")
+    found = "calibrated by" if calibrated else "as the head gives it, there is no"
+    return (*lines, f"confidence: {found} {CALIBRATION_FILE}")
+
+
+def _points(curve: CostCurve, unit: str) -> str:
+    sizes = sorted({int(curve.sizes[i]) for i in (0, len(curve.sizes) // 2, -1)})
+    return ", ".join(f"{size} {unit}{'s' * (size > 1)} {1000 * curve.at(size):.3g} ms" for size in sizes)
 
 
 def _why_not(settings: Settings, model: ModelConfig) -> str:

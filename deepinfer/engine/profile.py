@@ -8,6 +8,7 @@ only up to the length of the sequence that it is opened for.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def measure_costs(
     """Seconds of target passes by rows and of draft passes by sequences.
 
     Nothing else may use the engine's parts meanwhile; afterwards all slots and blocks are free, as they were. typical:
-    of the repeats of one point; the least where other programs share the processor, the median where nothing does.
+    what the repeats of one point amount to.
     """
     sequences = min(config.max_num_seqs, config.num_blocks)
     most_rows = min(sequences * (1 + config.drafts), config.max_num_batched_tokens)
@@ -95,14 +96,9 @@ def measure_costs(
     return StepCosts(verify=curves[0], draft=curves[1])
 
 
-def describe_costs(costs: StepCosts) -> str:
-    """For people: a few points of both curves."""
-
-    def some(curve: CostCurve, unit: str) -> str:
-        sizes = sorted({int(curve.sizes[i]) for i in (0, len(curve.sizes) // 2, -1)})
-        return ", ".join(f"{size} {unit}{'s' * (size > 1)} {1000 * curve.at(size):.3g} ms" for size in sizes)
-
-    return f"measured: {some(costs.verify, 'row')}; drafting for {some(costs.draft, 'sequence')}"
+def typical_seconds(device: torch.device) -> Callable[[list[float]], float]:
+    """What repeats on a device amount to: processors are shared with other programs, which only ever add time."""
+    return min if device.type == "cpu" else statistics.median
 
 
 class _Dummies(NamedTuple):

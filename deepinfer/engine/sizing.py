@@ -64,6 +64,7 @@ def fit(
     memory: int,
     bytes_per_slot: int = 0,
     bytes_per_step_token: int = 0,
+    draft_rows_per_seq: int = 0,
     num_blocks: int | None = None,
     bytes_per_window: int = 0,
     window_memory: int = 0,
@@ -74,12 +75,20 @@ def fit(
 
     context: the model's longest sequence. max_model_len None: as long as model and memory allow. num_blocks None: all
     max_num_seqs sequences at full length if that fits, else as many blocks as fit. bytes_per_step_token: what each of
-    the max_num_batched_tokens stages. bytes_per_window 0: no windows are kept. others: further fields of EngineConfig.
+    the max_num_batched_tokens stages, or each of the draft_rows_per_seq of all sequences where that is more.
+    bytes_per_window 0: no windows are kept. others: further fields of EngineConfig.
     ValueError with the nearest setting that works.
     """
     if max_model_len is not None and max_model_len > context:
         raise ValueError(f"max_model_len: {max_model_len} is more than the model's {context} positions")
-    staged = bytes_per_step_token * max_num_batched_tokens
+    draft_rows = draft_rows_per_seq * max_num_seqs
+    if bytes_per_step_token * draft_rows > memory:
+        raise ValueError(
+            f"max_num_seqs: {max_num_seqs} sequences need {bytes_per_step_token * draft_rows:,} bytes to stage their "
+            f"drafts, {memory:,} are free for the cache; at most "
+            f"{memory // (bytes_per_step_token * draft_rows_per_seq)} fit, or use nextn=0"
+        )
+    staged = bytes_per_step_token * max(max_num_batched_tokens, draft_rows)
     if staged > memory:
         raise ValueError(
             f"max_num_batched_tokens: {max_num_batched_tokens} tokens per step need {staged:,} bytes to stage their "

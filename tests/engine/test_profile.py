@@ -15,7 +15,8 @@ from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
 from deepinfer.engine import profile
-from deepinfer.engine.profile import describe_costs, grid, measure_costs
+from deepinfer.engine.drafting import describe_choice
+from deepinfer.engine.profile import grid, measure_costs, typical_seconds
 from deepinfer.model import load_model
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.speculation.propose import DraftModelDrafter
@@ -194,8 +195,18 @@ def test_rows_stand_behind_a_context_that_fills_the_windows(model: DeepseekV41, 
     assert seen == {512 - 6}
 
 
-def test_the_printed_curve_names_its_ends(model: DeepseekV41) -> None:
+def test_the_printed_lines_name_the_curves_ends(model: DeepseekV41) -> None:
     parts = Parts(model)
-    line = describe_costs(parts.measure(Timed(model, parts.drafter)))
-    assert line.startswith("measured: 1 row 1.01e+03 ms, 8 rows 1.08e+03 ms, 24 rows 1.24e+03 ms; drafting for")
-    assert line.endswith("1 sequence 100 ms, 2 sequences 200 ms, 4 sequences 400 ms")
+    costs = parts.measure(Timed(model, parts.drafter))
+    lines = describe_choice("as it pays", costs, calibrated=True)
+    assert lines[0] == "verified: as it pays"
+    assert lines[1].startswith("measured: 1 row 1.01e+03 ms, 8 rows 1.08e+03 ms, 24 rows 1.24e+03 ms; drafting for ")
+    assert lines[1].endswith("1 sequence 100 ms, 2 sequences 200 ms, 4 sequences 400 ms")
+    assert lines[2] == "confidence: calibrated by dspark_calibration.json"
+    assert len(describe_choice("always 5", None, calibrated=False)) == 2
+
+
+def test_a_shared_processor_counts_by_its_best_repeat_and_a_device_of_ones_own_by_the_middle_one() -> None:
+    times = [1.0, 3.0, 2.5]
+    assert typical_seconds(torch.device("cpu"))(times) == 1.0
+    assert typical_seconds(torch.device("cuda"))(times) == 2.5
