@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
+from deepinfer.metrics.drafts import DraftStats
 from deepinfer.metrics.histogram import TOKENS, Histogram
 from deepinfer.metrics.stats import FLOWS, LEVELS, EngineStats, StepStats
 
@@ -33,6 +35,18 @@ def test_every_field_of_a_step_reaches_the_sum() -> None:
         assert getattr(stats.totals, name) == 2 * getattr(step, name)
     for name in LEVELS:
         assert getattr(stats.totals, name) == getattr(step, name)
+
+
+def test_drafts_of_all_steps_are_added_up() -> None:
+    stats = EngineStats()
+    for drafted, accepted in ((5, 3), (2, 2)):
+        drafts = DraftStats()
+        drafts.observe(np.array([drafted]), np.array([accepted]), np.full((1, 5), np.float32("nan")))
+        stats.add(StepStats(decode_tokens=1, draft_tokens=drafted, drafts=drafts))
+    stats.add(StepStats(decode_tokens=1))
+    assert (stats.drafts.rounds, stats.drafts.drafted, stats.drafts.accepted) == (2, 7, 5)
+    assert stats.drafts.accepted_at == [2, 2, 1, 0, 0]
+    assert (stats.totals.draft_tokens, stats.totals.num_tokens) == (7, 10)
 
 
 def test_a_step_object_may_be_used_again() -> None:

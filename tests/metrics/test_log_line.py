@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from deepinfer.metrics.drafts import DraftStats
 from deepinfer.metrics.log_line import LogLine
 from deepinfer.metrics.stats import StepStats
 
@@ -34,6 +37,22 @@ def test_a_line_comes_each_n_steps_and_says_what_happened_since_the_last() -> No
         "step 4 | running 8, waiting 3 | prefill 0, decode 16 tokens/s | cache 25.0 % used, - hits | "
         "preempted 2 | device idle 20.0 %",
     ]
+
+
+def test_with_drafts_the_line_counts_tokens_and_says_how_many_were_verified_and_kept() -> None:
+    clock = Clock()
+    log = LogLine(2, clock)
+    for accepted in (3, 0):
+        clock.now += 0.5
+        drafts = DraftStats()
+        drafts.observe(np.array([5, 1]), np.array([accepted, 1]), np.full((2, 5), np.float32("nan")))
+        line = log.observe(StepStats(seconds=0.5, decode_tokens=2, draft_tokens=6, drafts=drafts))
+    assert line is not None and "decode 9 tokens/s" in line  # 4 of the model and 5 drafts
+    assert line.endswith(" | drafts: 3.00 verified, 2.25 tokens per round, 41.7 % accepted")
+    clock.now += 1
+    log.observe(StepStats(seconds=0.5, decode_tokens=2))
+    later = log.observe(StepStats(seconds=0.5, decode_tokens=2))
+    assert later is not None and "drafts" not in later  # nothing was drafted since
 
 
 def test_an_hour_without_requests_does_not_lower_the_rates() -> None:

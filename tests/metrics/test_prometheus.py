@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deepinfer.metrics import EngineMetrics, EngineStats, RequestStats, StepStats
+from deepinfer.metrics import DraftStats, EngineMetrics, EngineStats, RequestStats, StepStats
 from deepinfer.metrics.catalogue import METRICS
 from deepinfer.metrics.prometheus import TOKEN_GAP_SECONDS
 
@@ -105,6 +106,29 @@ def test_values_are_right_after_a_scripted_run() -> None:
     assert not [key for key in values if key[0] == "requests_waiting_by_reason"]  # nobody waits any more
 
 
+def test_drafts_are_counted_as_the_peer_counts_them_and_as_the_specification_asks() -> None:
+    metrics = EngineMetrics("nano", vllm_names=True)
+    for drafted, accepted in ((5, 3), (2, 2), (0, 0)):
+        drafts = DraftStats()
+        predicted = np.where(np.arange(5) < drafted, np.float32(0.5), np.float32("nan"))[None]
+        drafts.observe(np.array([drafted]), np.array([accepted]), predicted)
+        metrics.observe_step(StepStats(decode_tokens=1, draft_tokens=drafted, draft_budget=5, drafts=drafts))
+    values = read(metrics)
+    expected = {
+        ("spec_decode_drafts_total", ""): 3, ("spec_decode_draft_tokens_total", ""): 7,
+        ("spec_decode_accepted_tokens_total", ""): 5, ("spec_decode_accepted_tokens_per_pos_total", "0"): 2,
+        ("spec_decode_accepted_tokens_per_pos_total", "2"): 1, ("spec_decode_accepted_tokens_per_pos_total", "3"): 0,
+        ("spec_verify_length_count", ""): 3, ("spec_verify_length_sum", ""): 7, ("spec_verify_length_bucket", "0.0"): 1,
+        ("spec_verify_length_bucket", "2.0"): 2, ("spec_verify_length_bucket", "5.0"): 3,
+        ("spec_verify_budget_usage_ratio", ""): 7 / 15, ("iteration_tokens_sum", ""): 10,
+        ("spec_calibration_error", ""): pytest.approx(abs(5 - 3.5) / 7),
+    }  # fmt: skip
+    assert {key: values.get(key) for key in expected} == expected
+    text = metrics.render().decode()
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"):
+        assert f"\nvllm:spec_decode_num_{name}_total{{" in text
+
+
 def test_a_request_counts_once_in_every_place_where_it_belongs() -> None:
     metrics = EngineMetrics("nano")
     metrics.observe_gap(0.03, tokens=3)
@@ -146,8 +170,13 @@ def test_counters_only_grow_over_random_steps() -> None:
     for _ in range(12):
         step = StepStats()
         for name in StepStats.__dataclass_fields__:
-            if name != "waiting_by_reason":
+            if name not in ("waiting_by_reason", "drafts"):
                 setattr(step, name, chance.randrange(5))
+        drafted = chance.randrange(6)
+        step.drafts = DraftStats()
+        step.drafts.observe(
+            np.array([drafted]), np.array([chance.randint(0, drafted)]), np.full((1, 5), chance.random(), np.float32)
+        )
         step.prompt_tokens += step.prompt_tokens_cached  # which are some of them
         metrics.observe_step(step)
         metrics.stats.reject(chance.choice(("prompt", "draining")))
