@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,8 @@ from deepinfer.engine.sampler import choose, list_top, logprobs_of
 from deepinfer.engine.sampling_state import SamplingState
 from deepinfer.engine.speculator import Speculator, TruncatingStorage, VerifyRows
 from deepinfer.model.batch import Batch
+from deepinfer.speculation.calibration import Calibration
 from deepinfer.speculation.propose import Drafter
-
-if TYPE_CHECKING:
-    from deepinfer.speculation.calibration import Calibration
 
 Whole = npt.NDArray[np.int64]
 

@@ -7,7 +7,7 @@ some of them beside the newest token and keeps what passes (speculation/verify.p
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,10 @@ from deepinfer.engine.plan import StepPlan
 from deepinfer.engine.sampling_state import DRAWN, RESIDUAL, SamplingState
 from deepinfer.engine.target import StepTarget
 from deepinfer.kernels.random_streams import accept_uniforms
+from deepinfer.speculation.calibration import Calibration
 from deepinfer.speculation.propose import Drafter, DraftLaw, Rule, draft_logprobs
 from deepinfer.speculation.selection import select_lengths
 from deepinfer.speculation.verify import Verdict, verify
-
-if TYPE_CHECKING:
-    from deepinfer.speculation.calibration import Calibration
 
 Whole = npt.NDArray[np.int64]
 
@@ -70,7 +68,7 @@ class Speculator:
         self.k = drafts
         self._drafter, self._storage, self._sampling, self._tokens = drafter, storage, sampling, tokens
         self._max_model_len = max_model_len
-        self._calibration = calibration
+        self._calibration = calibration or Calibration()
         slots = tokens.shape[0]
         self._there = np.zeros(slots, np.int64)  # drafts behind the newest token: k, or none
         self._survivals = torch.zeros(slots, drafts, device=tokens.device)
@@ -133,10 +131,7 @@ class Speculator:
         proposal = self._drafter.propose(slots, anchors, law)
         ends = self._storage.lengths(slots)  # the newest token stands there
         self._tokens.view(-1)[self._places(slots, ends[:, None] + 1 + np.arange(self.k))] = proposal.token_ids.int()
-        if self._calibration is None:
-            survivals = torch.sigmoid(proposal.confidence).cumprod(1)
-        else:
-            survivals = self._calibration.survivals(proposal.confidence, state.place(flags & DRAWN != 0))
+        survivals = self._calibration.survivals(proposal.confidence, state.place(flags & DRAWN != 0))
         self._survivals[own] = survivals
         self._there[:] = 0
         self._there[slots] = self.k

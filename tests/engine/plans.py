@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,19 +38,20 @@ class Host:
         drafts: int = 0,
         drafter: engines.MakeDrafter | None = None,
         slots: int = SLOTS,
+        vocab: int = VOCAB,
     ) -> None:
         self.model = model or ScriptedModel()
         config = EngineConfig(
             max_model_len=MAX_LEN,
             max_num_seqs=slots,
             max_num_batched_tokens=max(512, slots),
-            num_blocks=max(40, 5 * slots),
+            num_blocks=max(40, slots),
             prefix_caching="off",
             drafts=drafts,
         )
         self.manager = CacheManager.for_model(CONFIG, config)
         self.runner = engines.make_runner(
-            self.model, CONFIG, config, vocab_size=VOCAB, eos_token_ids=(EOS,), drafter=drafter
+            self.model, CONFIG, config, vocab_size=vocab, eos_token_ids=(EOS,), drafter=drafter
         )
         self.admissions: list[Admission] = []
         self.number = 0
@@ -60,11 +62,12 @@ class Host:
         params: SamplingParams = GREEDY,
         seed: int = 1,
         output: Sequence[int] = (),
+        room: int = 500,
         **options: Any,
     ) -> int:
-        """options: further fields of Admission."""
+        """room: tokens to reserve blocks for. options: further fields of Admission."""
         slot = self.manager.open()
-        self.manager.reserve(slot, 500)
+        self.manager.reserve(slot, room)
         known = np.array([*prompt, *output], np.int32)
         self.admissions.append(Admission(slot, known, len(prompt), params, seed, **options))
         return slot
@@ -157,21 +160,26 @@ def alone(
     return first + host.generate(slot, len(prompt), count - 1)
 
 
+@functools.cache
+def _allowed_by_state(vocab: int) -> Tensor:
+    """Bool [6, vocab]; the sixth state is behind a token that was not allowed."""
+    return torch.arange(vocab) % 5 != torch.arange(6)[:, None]
+
+
 class Automaton:
     """A constraint of five states: in state s ids that leave the rest s when divided by five may not come."""
 
-    def __init__(self, state: int = 0) -> None:
-        self.state = state
+    def __init__(self, state: int = 0, vocab: int = VOCAB) -> None:
+        self.state, self.vocab = state, vocab
+        self.allowed = _allowed_by_state(vocab)
         self.accepted: list[int] = []
 
     def masks(self, path: Sequence[int]) -> Tensor:
-        state: int | None = self.state
-        rows = []
-        for token in [*path, None]:
-            rows.append(torch.ones(VOCAB, dtype=torch.bool) if state is None else torch.arange(VOCAB) % 5 != state)
-            if token is not None and state is not None:
-                state = None if token % 5 == state else (state + token) % 5
-        return torch.stack(rows)
+        state, rows = self.state, [self.state]
+        for token in path:
+            state = 5 if state == 5 or token % 5 == state else (state + token) % 5
+            rows.append(state)
+        return self.allowed[rows]
 
     def accept(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
@@ -180,4 +188,4 @@ class Automaton:
             self.accepted.append(token)
 
     def copy(self) -> Automaton:
-        return Automaton(self.state)
+        return Automaton(self.state, self.vocab)
