@@ -14,6 +14,7 @@ from deepinfer.cli import options
 if TYPE_CHECKING:
     from deepinfer.engine.outputs import CompletionOutput, RequestOutput
     from deepinfer.engine.sampling_params import SamplingParams
+    from deepinfer.metrics.drafts import DraftStats
 
 _SAMPLING = options.SAMPLING
 _STOPPING = options.STOPPING
@@ -261,7 +262,7 @@ def as_record(request: "RequestOutput", completion: "CompletionOutput") -> dict[
         "draft_tok": completion.draft_tok,
         "accept_tok": completion.accept_tok,
         "cached_tokens": request.cached_tokens,
-        "metrics": asdict(request.metrics),
+        "metrics": asdict(request.metrics) | {"drafts": _drafts(request.metrics.drafts)},
     }
     if request.error is not None:
         record["error"] = request.error
@@ -270,6 +271,23 @@ def as_record(request: "RequestOutput", completion: "CompletionOutput") -> dict[
     if request.prompt_logprobs is not None:
         record["prompt_logprobs"] = [None if entry is None else _entry(entry) for entry in request.prompt_logprobs]
     return record
+
+
+def _drafts(drafts: "DraftStats") -> dict[str, Any] | None:
+    """Counts of the whole request, and what they come to; None where drafting was off."""
+    if not drafts.rounds:
+        return None
+    return {
+        "rounds": drafts.rounds,
+        "drafted": drafts.drafted,
+        "accepted": drafts.accepted,
+        "accept_rate": drafts.acceptance_rate,
+        "accept_length": drafts.accept_length,
+        "verify_length": drafts.verify_length,
+        "verified_at": drafts.verified_at,
+        "accepted_at": drafts.accepted_at,
+        "calibration_error": drafts.calibration_error,
+    }
 
 
 def _entry(entry: dict[int, float]) -> dict[str, float | None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -85,14 +87,52 @@ def test_json_says_what_the_cache_spared(generate) -> None:
     _, out, _ = generate(*prompts, "--json", *sizes)
     records = [json.loads(line) for line in out.splitlines()]
     assert records[0]["cached_tokens"] == 0 and max(record["cached_tokens"] for record in records) >= 128
-    assert {"queue", "ttft", "tbt", "replay_tokens", "preemptions"} == set(records[0]["metrics"])
+    assert {"queue", "ttft", "tbt", "replay_tokens", "preemptions", "drafts"} == set(records[0]["metrics"])
     _, out, _ = generate(*prompts, "--json", *sizes, "--prefix-mode", "off")
     assert all(json.loads(line)["cached_tokens"] == 0 for line in out.splitlines())
+
+
+def test_json_shows_what_was_drafted_and_kept_step_by_step_and_in_sum(draft_checkpoint: Path, capsys) -> None:
+    options = ["--model", str(draft_checkpoint), "--max-model-len", "256", "--max-tokens", "24", "--temperature", "0"]
+    shown = {}
+    for flags in (("--nextn", "0"), ("--nextn=3", "--no_mtp_varlen"), ("--mtp_varlen",)):
+        assert deepinfer("generate", "abc", *options, *flags, "--ignore-eos", "--json", "-q") == 0
+        shown[flags[0]] = json.loads(capsys.readouterr().out)
+    off, fixed, free = shown.values()
+    assert off["text"] == fixed["text"] == free["text"] and off["token_logprobs"] == fixed["token_logprobs"]
+    assert off["draft_tok"] == off["accept_tok"] == [] and off["metrics"]["drafts"] is None
+    for record in (fixed, free):
+        drafted, accepted, drafts = record["draft_tok"], record["accept_tok"], record["metrics"]["drafts"]
+        assert len(drafted) == len(accepted) == drafts["rounds"]
+        assert all(kept <= sent <= 5 for sent, kept in zip(drafted, accepted, strict=True))
+        assert (drafts["drafted"], drafts["accepted"]) == (sum(drafted), sum(accepted))
+        assert drafts["rounds"] + sum(accepted) == 24 - 1  # the first token comes with the prompt
+        assert drafts["accept_length"] == pytest.approx(23 / drafts["rounds"])
+    assert max(fixed["draft_tok"]) == 3 == len(fixed["metrics"]["drafts"]["verified_at"])
+
+
+def test_the_offline_example_prints_numbers_and_writes_them_down(draft_checkpoint: Path, tmp_path: Path) -> None:
+    script, file = Path(__file__).parents[2] / "examples" / "offline_inference.py", tmp_path / "result.jsonl"
+    flags = ["--max_tokens", "12", "--max_model_len", "384", "--disable_eplb", "--ep", "1", "--yoco_clip"]
+    shown = subprocess.run(
+        [sys.executable, str(script), "--model_name", str(draft_checkpoint), *flags, "--result_jsonl", str(file)],
+        capture_output=True, text=True, check=True, env={**os.environ, "DEEPINFER_ENABLE_MTP_VARLEN": "0"},
+    ).stdout  # fmt: skip
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    found = re.findall(r"output_tokens=(\d+); accept_rate=([\d.]+); decode_ppl=([\d.]+)$", shown, re.MULTILINE)
+    assert len(found) == len(records) == 4
+    for (_, rate, ppl), record in zip(found, records, strict=True):
+        mean = sum(record["token_logprobs"]) / len(record["token_logprobs"])
+        assert float(ppl) == pytest.approx(math.exp(-mean), abs=1e-3) and record["decode_ppl"] >= 1
+        assert float(rate) == pytest.approx(sum(record["accept_tok"]) / sum(record["draft_tok"]), abs=1e-3)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["x", "--nextn", "3"], "error: nextn: 3 tokens cannot be drafted, the checkpoint has no draft stages"),
+        (["x", "--nextn", "6"], "error: nextn: must be a whole number from 0 to 5"),
+        (["x", "--batch_invariant", "--dtype", "bfloat16"], "error: batch_invariant: matrix products in bfloat16"),
         (["x", "--temperature", "nan"], "error: temperature: must be a finite number"),
         (["x", "--max-tokens", "0"], "error: max_tokens: must be a whole number >= 1"),
         ([], "error: no prompt"),
