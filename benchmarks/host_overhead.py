@@ -47,6 +47,11 @@ class NoStorage:
         for _ in edits:
             pass
 
+    def lengths(self, slots: np.ndarray) -> np.ndarray:
+        raise NotImplementedError("nothing is drafted here")
+
+    truncate: Any = lengths
+
 
 class FixedLogits:
     """A model whose forward pass reads everything that the batch prepares and answers with one fixed row each."""
@@ -156,7 +161,7 @@ def host_step(sequences: int, context: int, prefix_caching: str = "exact") -> di
         plan = core.scheduler.schedule(begin)
         scheduled = clock()
         assert plan is not None and plan.num_decodes == sequences
-        runner._batch(plan)
+        runner._batch(plan, runner._chunks(plan))
         prepared = clock()
         result = runner.run(plan)
         computed = clock()

@@ -14,7 +14,12 @@ from deepinfer.engine.core import EngineCore
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.model.config import ModelConfig
+from deepinfer.speculation.budget import CostCurve, StepCosts
+from deepinfer.speculation.planner import DraftPlanner
 from deepinfer.speculation.propose import Drafter
+
+# As if every row cost something: drafts that are unlikely do not pay.
+COSTS = StepCosts(verify=CostCurve({1: 1.0, 8: 1.5, 64: 6.0}), draft=CostCurve({1: 0.2, 64: 0.4}))
 
 MakeDrafter = Callable[[CacheStorage, int], Drafter]  # of the engine's storage and the number of drafts
 
@@ -72,6 +77,9 @@ def make_engine(
     )
     timed: dict[str, Any] = {} if clock is None else {"clock": clock}
     manager = CacheManager.for_model(model_config, config, offload_blocks=config.offload_bytes // offload_unit)
+    planner = None
+    if config.varlen:
+        planner = DraftPlanner(config.max_num_seqs, config.drafts, varlen=True, costs=COSTS)
     core = EngineCore(
         runner,
         manager,
@@ -79,6 +87,7 @@ def make_engine(
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
         refused_ids=refused_ids,
+        planner=planner,
         **timed,
     )
     return Engine(core, detokenizer=detokenizer, **timed)
