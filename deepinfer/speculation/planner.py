@@ -19,6 +19,7 @@ Floats = npt.NDArray[np.float32]
 
 UNBOUNDED = 1 << 30
 PROBE_EVERY = 32  # steps without drafts between two rounds that look whether drafts would pay again
+PROBE_DRAFTS = 8  # that such a round verifies at least: that drafts were accepted is worth more than a promise
 RETURN_GAIN = 1.02  # drafting begins again when it promises this much: a tie is not worth a draft pass
 ROUNDS = 8  # of each sequence that are remembered
 SAMPLE_ROWS = 128  # sequences x rounds that a decision looks at: many sequences need only their last round
@@ -99,7 +100,7 @@ class DraftPlanner:
             wanted = total
         else:
             wanted, propose = self._decide(slots, usable, other_rows, other_samples, room)
-        budget = min(wanted, room)
+        budget = min(wanted, room, total)
         self._proposed = propose or not self._trims
         return DraftPlan(np.minimum(usable, budget), budget if budget < total else None, propose)
 
@@ -151,7 +152,7 @@ class DraftPlanner:
         draft_seconds = draft.at(sequences + other_samples) if self._drafting else 0.0
         samples, rows = sequences + other_samples, sequences + other_rows
         budget, _ = choose_budget(gains[: max(room, 0) + 1], samples, rows, verify, draft_seconds)
-        return budget if self._drafting else max(budget, sequences), propose  # a probe is to see drafts accepted
+        return budget if self._drafting else max(budget, PROBE_DRAFTS), propose
 
     def _switch(self, gains: npt.NDArray[np.float64], sequences: int) -> int:
         """Drafting or not, a question of the decodes alone: prefill chunks come and go, and the drafts proposed beside
