@@ -81,6 +81,7 @@ def test_the_grid_is_fine_where_steps_are_small_and_ends_with_the_largest_step()
     assert grid(1, (1, 2, 4)) == [1]
     assert grid(4, (1, 2, 4)) == [1, 2, 4]
     assert grid(24, profile.ROWS) == [1, 2, 4, 6, 8, 12, 16, 24]
+    assert grid(192, profile.ROWS) == list(profile.ROWS)
     assert grid(1536, profile.ROWS)[-4:] == [192, 384, 768, 1536]
     assert grid(1000, (1, 2, 4)) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
 
@@ -106,11 +107,12 @@ def test_steps_are_no_larger_than_the_token_budget_allows(model: DeepseekV41) ->
 
 
 def test_a_slow_model_is_measured_once_and_a_fast_one_three_times(model: DeepseekV41) -> None:
-    for fixed, times in ((1.0, 1), (1e-6, 3)):
+    """Between them, small steps are measured more often than large ones: they take less of the time."""
+    for fixed, per_row, small, large in ((1.0, 0.01, 1, 1), (1e-6, 0.0, 3, 3), (0.0, 0.009, 2, 1)):
         parts = Parts(model)
-        timed = Timed(model, parts.drafter, fixed=fixed, per_row=0.0, draft=1e-3)
+        timed = Timed(model, parts.drafter, fixed=fixed, per_row=per_row, draft=1e-6)
         parts.measure(timed)
-        assert timed.rows.count(4) == times
+        assert (timed.rows.count(4), timed.rows.count(24) - 1) == (small, large)  # the largest is run once before
 
 
 def test_one_slow_repeat_counts_for_nothing_or_for_its_rank(model: DeepseekV41) -> None:
