@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,22 +45,19 @@ class Drafter(Protocol):
         """k drafts behind the newest token (int64 [R]) of each of these slots, whose state ends before it."""
 
 
-class DraftWindow(Protocol):
-    """What the drafter itself reads of it; the model reads the rest."""
-
-    positions: Tensor
-
-
 class DraftStorage(Protocol):
-    def begin_drafts(self, slots: Whole, block: int) -> DraftWindow: ...
+    """The cache, for what a draft pass sees of it (cache/draft_window.py)."""
+
+    def begin_drafts(self, slots: Whole, block: int) -> Any: ...
 
 
 class DraftLayers(Protocol):
-    """What is needed of the draft model (model/draft_model.py)."""
+    """The draft model (model/draft_model.py)."""
 
-    block: int
+    @property
+    def block(self) -> int: ...
 
-    def hidden(self, anchors: Tensor, window: DraftWindow) -> Tensor: ...
+    def hidden(self, anchors: Tensor, window: Any) -> Tensor: ...
     def base_logits(self, hidden: Tensor, k: int) -> Tensor: ...
     def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]: ...
     def confidence(self, hidden: Tensor, embedding: Tensor) -> Tensor: ...
