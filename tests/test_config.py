@@ -13,7 +13,7 @@ def test_as_many_drafts_as_a_verify_step_can_check_and_no_more() -> None:
     assert EngineConfig(**GOOD, drafts=VERIFY_ROWS - 1).drafts == 5
     with pytest.raises(ValueError, match=r"^drafts: 6 is more than a verify step of 6 rows .* use at most 5$"):
         EngineConfig(**GOOD, drafts=VERIFY_ROWS)
-    with pytest.raises(ValueError, match="^drafts: "):
+    with pytest.raises(ValueError, match=r"^drafts: "):
         EngineConfig(**GOOD, drafts=-1)
 
 
