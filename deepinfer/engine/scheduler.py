@@ -125,11 +125,11 @@ class Scheduler:
         return ends if self.planner is None else np.minimum(ends, self.table.limit[slots])
 
     def _count_decodes(self, slots: np.ndarray, caps: np.ndarray | int) -> None:
-        table = self.table
-        ends = table.total[slots] + caps
-        self._count_scheduled(slots, table.total[slots] - 1, ends)
-        table.total[slots] = ends + 1
-        table.least[slots] += 1
+        total = self.table.total[slots]
+        ends = total + caps
+        self._count_scheduled(slots, total - 1, ends)
+        self.table.total[slots] = ends + 1
+        self.table.least[slots] += 1
 
     def _prefill_tokens(self) -> int:
         """That prefills could compute now; a block where that cannot be known without walking the queue."""

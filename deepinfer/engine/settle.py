@@ -53,7 +53,10 @@ def _settle_single(scheduler: Scheduler, plan: StepPlan, result: StepResult, cur
     """Every draw brought one token."""
     table, places = scheduler.table, current.nonzero()[0]
     slots, valid = plan.draw_slots[places], result.valid[places]
-    token_ids = np.where(valid, result.token_ids[places], NO_TOKEN)
-    stopped, full = table.settle_draws(slots, np.where(valid, token_ids, 0))
+    token_ids = result.token_ids[places]
+    stopped, full = table.settle_draws(slots, token_ids)
+    if valid.all():
+        return Settled(slots, places, token_ids, finish_codes(stopped, full))
     table.known[slots[~valid]] -= 1  # an invalid row gave no token
+    token_ids = np.where(valid, token_ids, NO_TOKEN)
     return Settled(slots, places, token_ids, finish_codes(stopped & valid, full & valid, ~valid))

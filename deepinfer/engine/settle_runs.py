@@ -28,9 +28,10 @@ class Settled(NamedTuple):
     rounds: Rounds | None = None
 
 
-def finish_codes(stopped: np.ndarray, full: np.ndarray, failed: np.ndarray) -> np.ndarray:
-    """The first that holds of each [n] -> int8 [n]."""
-    return np.where(stopped, STOP, np.where(full, LENGTH, np.where(failed, ERROR, 0))).astype(np.int8)
+def finish_codes(stopped: np.ndarray, full: np.ndarray, failed: np.ndarray | None = None) -> np.ndarray:
+    """The first that holds of each bool [n] -> int8 [n]."""
+    last = 0 if failed is None else np.where(failed, ERROR, 0)
+    return np.where(stopped, STOP, np.where(full, LENGTH, last)).astype(np.int8)
 
 
 def settle_runs(scheduler: Scheduler, plan: StepPlan, result: StepResult, current: np.ndarray) -> Settled:

@@ -26,18 +26,20 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["plain", "overlapped"], scope="module")
+@pytest.fixture(autouse=True, params=["plain", "overlapped", "overlapped with drafts"], scope="module")
 def loop(request) -> Iterator[str]:
-    """Every test holds under both loops."""
-    DEFAULTS["overlap"] = request.param == "overlapped"
+    """Every test holds under both loops, and with drafts of which four in five are right."""
+    DEFAULTS["overlap"] = request.param != "plain"
+    DEFAULTS["drafts"] = 5 if "drafts" in request.param else 0
     yield request.param
-    DEFAULTS["overlap"] = False
+    DEFAULTS["overlap"], DEFAULTS["drafts"] = False, 0
 
 
 @pytest.fixture(scope="module")
 def alone(loop) -> list[list[list[int]]]:
-    """Each request in an engine of its own, whole prompts in one chunk."""
-    return [tokens(run(make_engine(max_num_seqs=3), [p], own))[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
+    """Each request in an engine of its own, whole prompts in one chunk, without drafts."""
+    engines = (make_engine(max_num_seqs=3, drafts=0) for _ in PROMPTS)
+    return [tokens(run(engine, [p], own))[0] for engine, p, own in zip(engines, PROMPTS, PARAMS, strict=True)]
 
 
 @pytest.mark.parametrize(("seqs", "batched"), [(1, 1), (1, 64), (2, 2), (3, 7), (8, 64)])
@@ -73,10 +75,12 @@ def test_a_step_stays_within_its_budgets_and_decodes_come_first() -> None:
     engine.scheduler.schedule = watched  # type: ignore[method-assign]
     run(engine, PROMPTS, PARAMS)
     for plan, decoding in steps:
-        assert 0 < plan.num_tokens <= 16
+        rows = plan.num_tokens - int(plan.draft_caps.sum())
+        allowed = int(plan.draft_caps.sum()) if plan.draft_budget is None else plan.draft_budget
+        assert 0 < rows <= rows + min(int(plan.draft_caps.sum()), allowed) <= 16
         assert len(plan.slots) <= 3
         assert all(plan.starts[: plan.num_decodes] >= [len(PROMPTS[number]) for number in decoding])
-        assert all(plan.lengths[: plan.num_decodes] == 1)
+        assert all(plan.lengths[: plan.num_decodes] == 1 + (plan.draft_caps if plan.draft_caps.size else 0))
 
 
 def test_a_waiting_long_prompt_is_not_overtaken() -> None:
@@ -168,7 +172,7 @@ def test_unknown_or_finished_requests_cannot_be_aborted() -> None:
 
 def test_deadline_ends_running_and_waiting_requests_with_what_they_have(loop) -> None:
     now = [100.0]
-    engine = make_engine(max_num_seqs=1, clock=lambda: now[0])
+    engine = make_engine(max_num_seqs=1, clock=lambda: now[0], drafts=0)
     limited = SamplingParams(temperature=0, max_tokens=50, deadline=10)
     engine.add_request("running", [3], limited)
     engine.add_request("waiting", [3], limited)
@@ -208,7 +212,7 @@ def test_a_failing_step_frees_everything_and_the_engine_goes_on() -> None:
 
 def test_times_are_those_of_the_clock(loop) -> None:
     now = [0.0]
-    engine = make_engine(max_num_seqs=1, clock=lambda: now[0])
+    engine = make_engine(max_num_seqs=1, clock=lambda: now[0], drafts=0)
     engine.add_request("a", [3], SamplingParams(temperature=0, max_tokens=3))
     engine.add_request("b", [3], SamplingParams(temperature=0, max_tokens=1))
     while engine.has_unfinished:
