@@ -93,6 +93,7 @@ def join(tensors: dict[str, Tensor], folder: str | Path, config: NanoConfig) -> 
     kept = {name: tensor for name, tensor in load_file(folder / last).items() if name in places}
     order = [name for name, file in places.items() if file == last]
     save_file({name: kept[name] for name in order} | tensors, folder / last, metadata={"format": "pt"})
+    (folder / last).chmod(0o644)  # save_file makes it private
     places |= dict.fromkeys(tensors, last)
     index["metadata"]["total_size"] = sum(
         t.nbytes for file in sorted(set(places.values())) for t in load_file(folder / file).values()
