@@ -128,7 +128,7 @@ def test_children_that_find_no_room_compute_the_prompt_themselves() -> None:
 
 def test_children_share_the_prompt() -> None:
     model = ScriptedModel()
-    engine = make_engine(model, max_num_seqs=4)
+    engine = make_engine(model, max_num_seqs=4, drafts=0)
     engine.add_request("a", [3] * 384, SamplingParams(n=4, max_tokens=3))
     for _ in range(6):
         engine.step()  # 6 x 64 = 384 tokens
