@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer.engine.core_routes import Routes
 from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.messages import EngineRequest, decode_request, encode_request
 from deepinfer.engine.sampling_params import SEED_LIMIT, SamplingParams
@@ -17,12 +18,24 @@ from deepinfer.engine.step_output import (
     FINISH_CODE,
     FINISH_CODES,
     PromptScores,
+    Rounds,
     SequenceEvent,
     StepOutput,
     decode,
     encode,
 )
 from deepinfer.engine.stop import FinishReason
+
+
+def rounds(*numbers: int) -> Rounds:
+    count = len(numbers)
+    return Rounds(
+        numbers=np.array(numbers, np.int64),
+        indices=np.zeros(count, np.int32),
+        drafted=np.arange(count),
+        accepted=np.zeros(count, np.int64),
+        predicted=np.array([0.5, 0.25, 0.125] * count, np.float32),
+    )
 
 
 def request(params: SamplingParams | None = None, ids=(3, 4), **fields) -> EngineRequest:
@@ -121,6 +134,7 @@ def test_a_step_output_arrives_as_it_was() -> None:
         top=[{17: -0.25, 129_279: -0.5}, None],
         events=[SequenceEvent(5, 0, "admitted", 256, 128, 0.125)],
         prompt_scores=[PromptScores(5, [{3: -1.5}, {4: -math.inf}])],
+        rounds=rounds(5, 1 << 40),
     )
     arrived = decode(encode(output))
     for name in ("numbers", "indices", "token_ids", "logprobs", "finish"):
@@ -130,7 +144,34 @@ def test_a_step_output_arrives_as_it_was() -> None:
     assert arrived.top == output.top
     assert arrived.events == output.events and arrived.events[0].replay_tokens == 128
     assert arrived.prompt_scores == output.prompt_scores
+    assert arrived.rounds is not None and output.rounds is not None
+    for name in ("numbers", "indices", "drafted", "accepted", "predicted", "predictions"):
+        np.testing.assert_array_equal(getattr(output.rounds, name), getattr(arrived.rounds, name))
     assert len(decode(encode(StepOutput.empty()))) == 0
+
+
+def test_every_client_gets_the_rounds_of_its_own_requests_under_its_own_numbers() -> None:
+    routes = Routes()
+    for client in (b"a", b"b"):
+        routes.join(client)
+    for client, theirs, number in ((b"a", 0, 10), (b"b", 0, 11), (b"b", 7, 12)):
+        routes.add(client, theirs, number, 1)
+    output = StepOutput(
+        numbers=np.array([10, 12, 13], np.int64),
+        indices=np.zeros(3, np.int32),
+        token_ids=np.array([4, 5, 6], np.int64),
+        logprobs=np.zeros(3, np.float32),
+        finish=np.zeros(3, np.int8),
+        rounds=rounds(10, 12, 13),  # 13 was aborted: it is nobody's
+    )
+    shares = dict(routes.divide(output))
+    got = {client: share.rounds for client, share in shares.items()}
+    assert got[b"a"] is not None and got[b"b"] is not None and set(got) == {b"a", b"b"}
+    assert (got[b"a"].numbers.tolist(), got[b"a"].drafted.tolist()) == ([0], [0])
+    assert (got[b"b"].numbers.tolist(), got[b"b"].drafted.tolist()) == ([7], [1])
+    np.testing.assert_array_equal(got[b"b"].predictions, [[0.5, 0.25, 0.125]])
+    output.rounds = rounds(12)
+    assert dict(routes.divide(output))[b"a"].rounds is None
 
 
 def test_every_finish_reason_has_a_code_that_leads_back() -> None:

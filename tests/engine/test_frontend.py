@@ -15,7 +15,7 @@ from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.frontend import OutputProcessor
 from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, PromptScores, SequenceEvent, StepOutput
+from deepinfer.engine.step_output import FINISH_CODE, NO_TOKEN, PromptScores, Rounds, SequenceEvent, StepOutput
 from deepinfer.engine.stop import FinishReason
 
 
@@ -53,8 +53,9 @@ def submit(front: OutputProcessor, number: int, prompt: str = "ab", **params) ->
     )
 
 
-def said(*rows: tuple, events=(), scores=(), top=None) -> StepOutput:
-    """rows: (number, index, character or None, reason or None)."""
+def said(*rows: tuple, events=(), scores=(), top=None, rounds=()) -> StepOutput:
+    """rows: (number, index, character or None, reason or None). rounds: (number, index, drafted, accepted)."""
+    predicted = [[0.5] * drafted + [float("nan")] * (5 - drafted) for _, _, drafted, _ in rounds]
     return StepOutput(
         numbers=np.array([row[0] for row in rows], np.int64),
         indices=np.array([row[1] for row in rows], np.int32),
@@ -64,7 +65,61 @@ def said(*rows: tuple, events=(), scores=(), top=None) -> StepOutput:
         top=top,
         events=list(events),
         prompt_scores=list(scores),
+        rounds=Rounds(
+            numbers=np.array([row[0] for row in rounds], np.int64),
+            indices=np.array([row[1] for row in rounds], np.int32),
+            drafted=np.array([row[2] for row in rounds], np.int64),
+            accepted=np.array([row[3] for row in rounds], np.int64),
+            predicted=np.array(predicted, np.float32).ravel(),
+        )
+        if rounds
+        else None,
     )
+
+
+def test_rounds_of_drafts_are_counted_per_step_and_per_completion() -> None:
+    front = processor()
+    submit(front, 1, n=2)
+    front.process(said((1, 0, "a", None), (1, 1, "A", None)))
+    deltas, _ = front.process(
+        said(*((1, 0, character, None) for character in "bcd"), (1, 1, "B", None), rounds=[(1, 0, 4, 2), (1, 1, 3, 0)])
+    )
+    assert [(delta.index, delta.text) for delta in deltas] == [(0, "bcd"), (1, "B")]
+    front.process(
+        said((1, 0, "e", "length"), (1, 1, "C", None), (1, 1, "D", "stop"), rounds=[(1, 0, 0, 0), (1, 1, 1, 1)])
+    )
+    output = front.pop_output("r1")
+    first, second = output.outputs
+    assert (first.draft_tok, first.accept_tok) == ([4, 0], [2, 0])
+    assert (second.draft_tok, second.accept_tok) == ([3, 1], [0, 1])
+    drafts = output.metrics.drafts
+    assert (drafts.rounds, drafts.drafted, drafts.accepted) == (4, 8, 3)
+    assert drafts.verified_at == [3, 2, 2, 1, 0] and drafts.accepted_at == [2, 1, 0, 0, 0]
+    assert drafts.calibration_error == pytest.approx(abs(8 * 0.5 - 3) / 8)
+
+
+def test_drafts_behind_a_stop_string_were_verified_but_are_no_output_and_later_rounds_do_not_count() -> None:
+    front = processor()
+    submit(front, 1, stop="xy")
+    front.process(said((1, 0, "a", None)))
+    _, aborts = front.process(said(*((1, 0, character, None) for character in "xyzzz!"), rounds=[(1, 0, 5, 5)]))
+    assert aborts == [(1, 0)]  # the core does not know, and what breaks the stream behind the end is never read
+    front.process(said((1, 0, "q", None), rounds=[(1, 0, 5, 0)]))
+    output = front.pop_output("r1")
+    assert output.outputs[0].text == "a" and output.outputs[0].token_id == [ord(c) for c in "axy"]
+    assert (output.outputs[0].draft_tok, output.outputs[0].accept_tok) == ([5], [2])
+
+
+def test_all_completions_may_end_in_one_step_and_one_of_them_badly() -> None:
+    front = processor()
+    submit(front, 1, n=3)
+    deltas, aborts = front.process(
+        said((1, 0, "a", "stop"), (1, 1, "!", "length"), (1, 2, "c", None), rounds=[(1, 0, 2, 0), (1, 1, 1, 0)])
+    )
+    assert aborts == [(1, None)]
+    output = front.pop_output("r1")
+    assert [c.finish_reason for c in output.outputs] == ["stop", "error", "error"]
+    assert not front.has_unfinished and {delta.index for delta in deltas} == {0, 1, 2}
 
 
 def test_a_stop_string_ends_the_sequence_here_and_asks_the_core_to_stop_it() -> None:

@@ -98,6 +98,19 @@ def test_a_tenant_with_many_requests_does_not_starve_the_others() -> None:
     assert order_of_ends(first_come)[-1] == "guest"
 
 
+def test_a_tenant_pays_for_the_tokens_that_its_drafts_brought() -> None:
+    def charged(**options) -> float:
+        engine = make_engine(max_num_seqs=1, queue_policy="fair", **options)
+        engine.add_request("a", [3] * 20, SHORT.with_changes(max_tokens=41), tenant="a")
+        queue, seen = engine.scheduler.waiting, 0.0
+        while engine.has_unfinished:
+            engine.step()
+            seen = max(seen, float(queue._charged.max()))
+        return seen
+
+    assert charged(drafts=5, right=1.0) == charged(drafts=5, right=0.3) == charged()
+
+
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     engine = make_engine(max_num_seqs=1, queue_policy="fair")
     engine.add_request("early", [3] * 2, SHORT, tenant="away")
