@@ -28,6 +28,7 @@ PARAMS = [
     SamplingParams(seq_seed=3, max_tokens=12, top_k=20, min_p=0.01),
 ]
 SIZES = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+KERNELS = select.cpu_twins(torch.device("cpu"), torch.float32)
 LONG = [0, *(3 + i * 7 % 400 for i in range(420))]  # three full blocks and a rest
 
 
@@ -65,7 +66,7 @@ def drafted(outputs) -> int:
         {"mtp_varlen": True},
         {"mtp_varlen": True, "overlap": True, "max_num_batched_tokens": 16},
         {"nextn": 3, "mtp_varlen": False, "max_num_seqs": 3, "num_blocks": 4},
-        {"batch_invariant": True, "seed": None} if select.cpu_twins(torch.device("cpu"), torch.float32) else {},
+        {"batch_invariant": True, "seed": None} if KERNELS else {},
     ],
     ids=lambda options: ", ".join(map(str, options.items())),
 )
@@ -85,6 +86,35 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_company(plain: LLM, draf
     assert said(backwards[::-1]) == said(together)
     for prompt, params, output in zip(PROMPTS, PARAMS, together, strict=True):
         assert said(ask(drafting, [prompt], params)) == said([output])
+
+
+@pytest.mark.skipif(not KERNELS, reason="without a C++ compiler nothing is batch invariant")
+def test_a_batch_invariant_request_gives_the_same_bits_alone_and_among_31_others_however_they_are_run(
+    draft_checkpoint: Path,
+) -> None:
+    """In another place of the batch, with other chunks, the other loop, drafts of other numbers, and none at all."""
+    rest = [[0, *(3 + (i * 11 + j * 5) % 380 for j in range(2 + i * 7 % 90))] for i in range(31)]
+    others = [SamplingParams(seq_seed=100 + i, max_tokens=4 + i % 9, temperature=i % 3 / 2) for i in range(31)]
+    needles = [SamplingParams(seq_seed=9, max_tokens=12, top_p=0.95, logprobs=3, prompt_logprobs=1), GREEDY]
+    answers: list[list] = [[] for _ in needles]
+    for place, options in (
+        (None, {"mtp_varlen": False, "max_num_batched_tokens": 128}),
+        (0, {"mtp_varlen": True, "max_num_batched_tokens": 48, "overlap": True}),
+        (17, {"mtp_varlen": False, "nextn": 2, "max_num_batched_tokens": 256}),
+        (31, {"nextn": 0, "max_num_batched_tokens": 64, "num_blocks": 10}),  # and ten at a time
+    ):
+        llm = LLM(
+            draft_checkpoint, max_model_len=256, max_num_seqs=32, batch_invariant=True, seed=None, verbose=False,
+            **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        for needle, found in zip(needles, answers, strict=True):
+            prompts, params, at = [PROMPTS[0]], [needle], place or 0
+            if place is not None:
+                prompts, params = [*rest[:at], *prompts, *rest[at:]], [*others[:at], *params, *others[at:]]
+            output = ask(llm, prompts, params)[at]
+            found.append((said([output]), output.outputs[0].logprobs, output.prompt_logprobs))
+    for found in answers:
+        assert found == found[:1] * 4
 
 
 def test_a_cached_prefix_is_hit_and_drafts_are_verified_behind_it(plain: LLM, drafting: LLM) -> None:

@@ -15,9 +15,10 @@ from deepinfer.cache.formats import LAYOUT_VERSION, block_bytes, slot_bytes, sta
 from deepinfer.cache.hashing import namespace
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
-from deepinfer.config import BLOCK_SIZE, EngineConfig, blocks_for
+from deepinfer.config import EngineConfig
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.drafting import describe_choice, describe_drafting, draft_length, every_request_is_reproducible
+from deepinfer.engine.invariance import sizes_problem, truncation_problem
 from deepinfer.engine.profile import measure_costs, typical_seconds
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.settings import Settings, check_keep_tokens
@@ -46,6 +47,8 @@ def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
     ValueError naming the argument that does not fit this model or this memory, with the nearest that does.
     """
     drafts = draft_length(settings, model)
+    if settings.batch_invariant and (problem := sizes_problem(model)) is not None:
+        raise ValueError(f"batch_invariant: {problem}")
     if settings.truncation:
         check_keep_tokens(settings.keep_tokens, model)
         if (problem := model.narrowing_obstacle()) is not None:
@@ -100,8 +103,8 @@ def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
         offload_bytes=memory.offload,
         seed=settings.seed,
     )
-    if config.batch_invariant and config.truncation:
-        _check_nobody_is_preempted(config)
+    if config.batch_invariant and (problem := truncation_problem(config)) is not None:
+        raise ValueError(f"yoco_truncation: {problem}")
     return config
 
 
@@ -109,25 +112,6 @@ def _draft_logit_bytes(settings: Settings, drafts: int, vocab_size: int) -> int:
     """Of one sequence: what rejection sampling compares with, float32 [drafts, vocab]; without it nothing is kept."""
     reproducible = every_request_is_reproducible(settings.seed, settings.batch_invariant)
     return 0 if reproducible else drafts * vocab_size * 4
-
-
-def _check_nobody_is_preempted(config: EngineConfig) -> None:
-    """ValueError unless there are blocks for every sequence at full length.
-
-    Truncation keeps a prompt's last rows, hot or cold (hits end below them: engine/prefix_planner.py). A sequence that
-    gave its blocks up and is computed again counts its output as prompt: it keeps other rows, because others needed
-    room.
-    """
-    needed = config.max_num_seqs * blocks_for(config.max_model_len)
-    if config.num_blocks >= needed:
-        return
-    length = config.num_blocks // config.max_num_seqs * BLOCK_SIZE
-    shorter = f"max_model_len <= {length}, " if length >= 2 else ""
-    raise ValueError(
-        f'yoco_truncation: "compact" with batch_invariant needs blocks for {config.max_num_seqs} sequences of '
-        f"{config.max_model_len} tokens, {needed}, and there are {config.num_blocks}: a preempted sequence that is "
-        f'computed again would keep other rows; use {shorter}fewer max_num_seqs, or yoco_truncation "off"'
-    )
 
 
 def build_core(

@@ -21,6 +21,7 @@ from deepinfer.config import (
     check_whole_number,
 )
 from deepinfer.engine.arguments import EngineArguments
+from deepinfer.engine.invariance import operators_problem, replay_problem
 from deepinfer.env import VARIABLES, Environment, read_environment
 from deepinfer.kernels import select
 from deepinfer.kernels.device import resolve_device
@@ -90,7 +91,7 @@ class Settings:
             "  batch invariant: a request gives the same bits alone and in any company"
             if config.batch_invariant
             else "  not batch invariant: bits of a request may depend on its company"
-            if batch_invariance_problem(self.device, self.dtype) is not None
+            if operators_problem(self.device, self.dtype) is not None
             else "  batch invariance not asked for",
         ]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
@@ -153,8 +154,10 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         raise ValueError(problem)
     prefix_caching = arguments.prefix_mode if arguments.enable_prefix_caching else "off"
     batch_invariant = _or(arguments.batch_invariant, environment.batch_invariant)
-    if batch_invariant:
-        _check_batch_invariance(arguments, device, dtype, prefix_caching)
+    if batch_invariant and (problem := operators_problem(device, dtype) or replay_problem(prefix_caching)) is not None:
+        if arguments.batch_invariant is None:
+            raise ValueError(f"DEEPINFER_BATCH_INVARIANT: {problem} (or set the variable to 0)")
+        raise ValueError(f"batch_invariant: {problem}")
     most = arguments.max_num_batched_tokens
     return Settings(
         device=device,
@@ -193,40 +196,6 @@ def _notes(arguments: EngineArguments, environment: Environment, truncation: str
     if environment.unknown:
         notes.append(f"environment variables without a meaning: {', '.join(environment.unknown)}")
     return notes
-
-
-def batch_invariance_problem(device: torch.device, dtype: str) -> str | None:
-    """Why bits of one row may depend on the other rows of a step here, with the nearest setting that works; None where
-    every operator is invariant: the CPU kernels compute each row alone, in a fixed order."""
-    if device.type == "cpu" and dtype == "float32":
-        if select.cpu_twins(device, torch.float32):
-            return None
-        return f"the CPU kernels are missing ({select.explain(device, torch.float32)}); use batch_invariant=False"
-    # plain PyTorch chooses the blocking of a matrix product by its number of rows
-    return (
-        f"matrix products in {dtype} on {device.type} round differently for other numbers of rows; use device='cpu' "
-        "with dtype='float32', or batch_invariant=False"
-    )
-
-
-def _check_batch_invariance(arguments: EngineArguments, device: torch.device, dtype: str, prefix_caching: str) -> None:
-    """ValueError unless no other request can change a bit of one (spec/engine.md 8).
-
-    Prefix hits in exact mode give the bits of a cold run. Which drafts are verified changes no token, because every
-    request is reproducible then (speculation/verify.py), so verification may have any length. Truncation is looked at
-    where the number of blocks is known (engine/build.py).
-    """
-    problem = batch_invariance_problem(device, dtype)
-    if problem is None and prefix_caching == "bounded":
-        problem = (
-            "a hit of the prefix cache without a stored window is an approximation with prefix_mode 'bounded'; use "
-            "prefix_mode='exact' or enable_prefix_caching=False"
-        )
-    if problem is None:
-        return
-    if arguments.batch_invariant is not None:
-        raise ValueError(f"batch_invariant: {problem}")
-    raise ValueError(f"DEEPINFER_BATCH_INVARIANT: {problem} (or set the variable to 0)")
 
 
 def _check_ranks(arguments: EngineArguments, environment: Environment) -> None:

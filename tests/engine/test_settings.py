@@ -11,10 +11,10 @@ import torch
 
 from deepinfer import LLM
 from deepinfer.cache.formats import block_bytes
-from deepinfer.engine import settings as settings_module
 from deepinfer.engine.arguments import Arguments, EngineArguments
 from deepinfer.engine.build import engine_config
 from deepinfer.engine.drafting import describe_drafting, draft_length
+from deepinfer.engine.invariance import operators_problem
 from deepinfer.engine.model_core import ModelCore
 from deepinfer.engine.settings import Settings, resolve_settings
 from deepinfer.env import EnvironmentVariableError
@@ -152,8 +152,18 @@ def test_batch_invariance_without_invariant_operators_is_refused_with_the_neares
         pytest.raises(ValueError, match=r"kernels are missing .*; use batch_invariant=False"),
     ):
         resolved(batch_invariant=True)
-    problem = settings_module.batch_invariance_problem(torch.device("cuda"), "bfloat16")
+    problem = operators_problem(torch.device("cuda"), "bfloat16")
     assert problem is not None and "on cuda" in problem
+
+
+@needs_kernels
+@pytest.mark.parametrize("odd", [{"hc_mult": 2}, {"num_attention_heads": 6, "o_groups": 2}])
+def test_batch_invariance_is_refused_where_a_models_sizes_leave_operators_to_plain_pytorch(odd) -> None:
+    model = replace(PLAIN, **odd)
+    settings = resolved(batch_invariant=True, max_model_len=256, max_num_seqs=4)
+    with pytest.raises(ValueError, match=rf"^batch_invariant: the model has {next(iter(odd))} = "):
+        engine_config(settings, model)
+    assert not engine_config(replace(settings, batch_invariant=False), model).batch_invariant
 
 
 @needs_kernels
