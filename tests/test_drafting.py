@@ -126,6 +126,23 @@ def test_a_cached_prefix_is_hit_and_drafts_are_verified_behind_it(plain: LLM, dr
     assert torch.equal(drafting.logits(LONG), plain.logits(LONG))
 
 
+@pytest.mark.skipif(not KERNELS, reason="without a C++ compiler nothing is batch invariant")
+def test_a_truncated_prompt_keeps_the_same_rows_hot_and_cold(draft_checkpoint: Path) -> None:
+    """Around the length where the cached blocks begin to reach into the 28 rows that are kept; windows of 16."""
+    llm = LLM(
+        draft_checkpoint, max_model_len=512, max_num_seqs=2, max_num_batched_tokens=128, batch_invariant=True,
+        yoco_truncation="compact", yoco_keep_tokens=28, mtp_varlen=False, verbose=False,
+    )  # fmt: skip
+    for length in (256 + 22, 256 + 27, 256 + 28, 256 + 29, 421):
+        runs = [
+            llm.generate(prompt_token_ids=[LONG[:length]], sampling_params=GREEDY, use_tqdm=False, salt=salt)
+            for salt in (f"only this {length}", "shared", "shared")
+        ]
+        assert said(runs[0]) == said(runs[1]) == said(runs[2])
+        cached = [run[0].cached_tokens + run[0].metrics.replay_tokens for run in runs]
+        assert cached[0] == 0 and cached[2] == (length - 28) // 128 * 128
+
+
 def test_without_a_seed_drafts_are_accepted_by_rejection_sampling(draft_checkpoint: Path, plain: LLM) -> None:
     llm = LLM(draft_checkpoint, seed=None, mtp_varlen=False, verbose=False, **SIZES)
     assert said(ask(llm, PROMPTS, PARAMS)) == said(ask(plain, PROMPTS, PARAMS))  # their seeds were given
