@@ -79,14 +79,16 @@ def complete(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
 
 
 _cold: dict = {}
+_models: list = []
 _said: list[np.ndarray] = []  # prompts and answers of all cold runs
 
 
 def cold(model, prompt: Sequence[int], params: SamplingParams, **options) -> list[list[int]]:
     """What a lone run in a fresh engine without any cache gives."""
-    key = (tuple(prompt), repr(params), repr(sorted(options.items())))
+    key = (id(model), tuple(prompt), repr(params), repr(sorted(options.items())))
     if key not in _cold:
         roomy = {"prefix_caching": "off", "num_blocks": 8 * max(1, params.n) + 8, "max_num_seqs": max(1, params.n)}
         _cold[key] = complete(make_real_engine(model, **roomy | options), [prompt], params)[0]
+        _models.append(model)  # keeps it, and so its id
         _said.extend(np.array([*prompt, *answer]) for answer in _cold[key])
     return _cold[key]

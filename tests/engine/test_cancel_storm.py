@@ -11,12 +11,16 @@ from scripted import ScriptedModel, make_engine
 from deepinfer.engine.sampling_params import SamplingParams
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_ten_thousand_aborts_leave_no_block_in_use(overlap: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": True}, {"overlap": True, "drafts": 5, "varlen": True}],
+    ids=["plain", "overlapped", "overlapped with drafts"],
+)
+def test_ten_thousand_aborts_leave_no_block_in_use(options: dict) -> None:
     draw = random.Random(7)
     engine = make_engine(
         ScriptedModel(),
-        overlap=overlap,
+        **options,
         max_num_seqs=16,
         num_blocks=24,
         max_num_batched_tokens=256,
