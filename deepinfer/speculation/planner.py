@@ -25,7 +25,7 @@ ROUNDS = 8  # of each sequence that are remembered
 SAMPLE_ROWS = 128  # sequences x rounds that a decision looks at: many sequences need only their last round
 PRIOR_DRAFTS = 32.0  # weight of "the predictions are right" against the drafts counted
 MEMORY_DRAFTS = 2000.0  # verified drafts after which a count has lost all but 1/e of its weight
-CORRECTION = (0.25, 2.0)
+CORRECTION = (0.25, 4.0)
 MEAN_WEIGHT = 0.1  # of one step in the running mean of survivals over all sequences
 
 

@@ -18,7 +18,7 @@ GPU = StepCosts(
     CostCurve({1: 0.8e-3, 256: 2e-3}),
 )
 DEAR = StepCosts(CostCurve({1: 1e-3, 2: 2e-3, 64: 64e-3}), CostCurve({1: 1e-3, 64: 64e-3}))  # drafts never pay
-SKEW = [0.6, 1.0, 1.5]  # the head promises too much, what comes true, too little
+SKEW = [0.6, 1.0, 1.3]  # the head promises too much, what comes true, too little (one factor mends no more than that)
 
 
 def planner(costs: StepCosts | None, rows: int = 64, k: int = 5, *, varlen: bool = True) -> DraftPlanner:
