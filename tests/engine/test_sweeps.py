@@ -85,13 +85,18 @@ def test_the_window_of_a_prefix_is_computed_again_once(model, mode: str) -> None
     assert replays == [0, replay, 0]
 
 
-def test_a_conversation_hits_its_whole_past_with_the_answers(model) -> None:
-    engine = make_real_engine(model, max_num_batched_tokens=512)
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_a_conversation_hits_its_whole_past_with_the_answers(model, drafts: int) -> None:
+    engine = make_real_engine(model, max_num_batched_tokens=512, drafts=drafts)
     turn = list(text(3)[:200])
     params = SamplingParams(temperature=0, max_tokens=150)
+    expected = cold(model, turn, params)[0]
     engine.add_request("first", turn, params)
     finish(engine)
-    answer = engine.pop_output("first").outputs[0].token_id
+    first = engine.pop_output("first").outputs[0]
+    answer = first.token_id
+    assert answer == expected
+    assert not drafts or sum(first.accept_tok) > 60  # drafts were kept on both sides of the boundaries that are hit
     follow = [*turn, *answer, *text(4)[:60]]
     engine.add_request("second", follow, GREEDY)
     finish(engine)
@@ -144,15 +149,17 @@ def test_prompt_logprobs_are_those_of_a_full_run_although_the_prompt_is_cached(m
     assert scores[2].cached_tokens == 0 and len(scores[2].prompt_logprobs) == 300
 
 
-def test_memory_for_windows_does_not_grow_with_the_output(model) -> None:
-    engine = make_real_engine(model, max_num_seqs=2, num_blocks=12)
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_memory_for_windows_does_not_grow_with_the_output(model, drafts: int) -> None:
+    engine = make_real_engine(model, max_num_seqs=2, num_blocks=12, drafts=drafts)
     windows = engine.core.loop._runner.storage.windows
 
     def bytes_of_windows() -> int:
         return windows.pool.numel() * windows.pool.element_size()
 
     engine.add_request("p", [5], SamplingParams(temperature=0, max_tokens=400))
-    engine.step()
+    for _ in range(3):
+        engine.step()  # one with as many rows as any
     before = bytes_of_windows()
     used = []
     while engine.has_unfinished:

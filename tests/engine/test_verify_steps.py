@@ -130,6 +130,21 @@ def test_a_step_with_decodes_prompts_forks_and_scores_keeps_them_apart() -> None
         assert tokens == alone(prompt, SamplingParams(), seed, len(tokens))
 
 
+def test_completions_of_a_constrained_prompt_go_their_own_ways() -> None:
+    host, prompt = drafting(0.8), [5, 9, 30]
+    parent = host.admit(prompt, SamplingParams(), 30, constraint=Automaton())
+    host.run(Chunk(parent, 0, 1, 0))
+    child, edits = host.manager.fork(parent, 3)
+    said = host.speculate(Chunk(parent, 1, 2), forks=[Fork(parent, child, 31, edits)])
+    host.manager.reserve(child, 400)
+    for _ in range(8):
+        parts = host.speculate(Chunk(child, 0), Chunk(parent, 0), caps=[5, 4])
+        said[1] += parts[0]
+        said[0] += parts[1]
+    for tokens, seed in zip(said, (30, 31), strict=True):
+        assert tokens == alone(prompt, SamplingParams(), seed, len(tokens), constraint=Automaton())
+
+
 def test_drafts_end_where_the_sequence_does_and_a_stale_step_beyond_harms_nobody() -> None:
     """Its limit is the table's end. The step after it was planned before anybody knew, and writes behind it."""
     host = drafting(1.0)
