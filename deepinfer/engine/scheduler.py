@@ -30,7 +30,7 @@ from deepinfer.engine.plan_builder import PlanBuilder
 from deepinfer.engine.prefix_planner import PrefixPlanner
 from deepinfer.engine.queue_policy import QueuePolicy, make_policy
 from deepinfer.engine.sequence import Sequence, Status
-from deepinfer.engine.table import SequenceTable, boundaries
+from deepinfer.engine.table import SequenceTable
 from deepinfer.speculation.planner import DraftPlanner
 
 MAX_PREEMPTIONS = 3
@@ -101,7 +101,7 @@ class Scheduler:
         caps: np.ndarray | int = 0
         if self._draft_room is not None and drafts is not None:
             caps = self._draft_room.fill(builder, *drafts)
-        self._count_decodes(builder.decode_slots, caps)
+        self.table.schedule_decodes(builder.decode_slots, caps)
         self._steps_without_prefill = 0 if builder.num_prefill_tokens else self._steps_without_prefill + 1
         self._num_steps += 1
         return builder.plan(self._num_steps, self.manager.take_edits())
@@ -123,13 +123,6 @@ class Scheduler:
         """How many tokens they have at most when the step begins."""
         ends = self.table.total[slots]
         return ends if self.planner is None else np.minimum(ends, self.table.limit[slots])
-
-    def _count_decodes(self, slots: np.ndarray, caps: np.ndarray | int) -> None:
-        total = self.table.total[slots]
-        ends = total + caps
-        self._count_scheduled(slots, total - 1, ends)
-        self.table.total[slots] = ends + 1
-        self.table.least[slots] += 1
 
     def _prefill_tokens(self) -> int:
         """That prefills could compute now; a block where that cannot be known without walking the queue."""
@@ -293,7 +286,7 @@ class Scheduler:
             write_from=hit.length,
             keep_from=0 if sequence.scores_prompt else keep_from,
         )
-        self._count_scheduled(np.array([slot]), np.array([start]), np.array([stop]))
+        table.schedule_chunks(np.array([slot]), np.array([start]), np.array([stop]))
         self.waiting.charge_prefill(int(table.tenant[slot]), size)
         if scoring:
             self._score(sequence, start, stop, first_row, builder)
@@ -344,11 +337,6 @@ class Scheduler:
             row = first_row + begin - 1 - start
             builder.score(PromptScore(sequence, row, tokens, sequence.params.prompt_logprobs or 0))
             sequence.scored = end
-
-    def _count_scheduled(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        self.table.computed[slots] = ends
-        crossed = boundaries(starts, ends)
-        self.table.crossing[slots] = np.where(crossed > 0, crossed, self.table.crossing[slots])
 
     def _run(self, sequence: Sequence, slot: int, status: Status) -> None:
         sequence.slot, sequence.status = slot, status

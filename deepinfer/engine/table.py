@@ -83,6 +83,20 @@ class SequenceTable:
         """The slot's sequence is gone; what is in flight for it is stale."""
         self.epoch[slot] += 1
 
+    def schedule_chunks(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """A step computes these tokens."""
+        self.computed[slots] = ends
+        crossed = boundaries(starts, ends)
+        self.crossing[slots] = np.where(crossed > 0, crossed, self.crossing[slots])
+
+    def schedule_decodes(self, slots: np.ndarray, caps: np.ndarray | int) -> None:
+        """A step computes the newest token of each and up to `caps` drafts, and draws a token."""
+        total = self.total[slots]
+        ends = total + caps
+        self.schedule_chunks(slots, total - 1, ends)
+        self.total[slots] = ends + 1
+        self.least[slots] += 1
+
     def settle_chunks(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         """These chunks' state is written, and stays."""
         ends = starts + lengths
