@@ -11,11 +11,12 @@ import pytest
 import torch
 from drafters import RowDrafter
 from plans import GREEDY, MAX_LEN, Automaton, Chunk, Host, alone
-from scripted import EOS, ScriptedModel, noise_row
+from scripted import EOS, ScriptedModel, make_engine, noise_row, run
 from torch import Tensor
 
 from deepinfer.engine.plan import Fork, PromptScore
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.sampling_state import RESIDUAL
 
 PARAMS = [
     GREEDY,
@@ -176,6 +177,28 @@ def test_a_slot_that_comes_back_has_no_drafts_of_its_last_owner() -> None:
     host.run(Chunk(again, 0, 2, 0))
     assert host.speculate(Chunk(again, 0), caps=[5]) == [alone([5, 6], GREEDY, 1, 2)[1:]]
     assert len(host.speculate(Chunk(again, 0), caps=[5])[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "seq_seed", "residual"),
+    [
+        ({"seed": None}, None, True),
+        ({"seed": None}, 7, False),
+        ({"seed": 0}, None, False),
+        ({"seed": None, "batch_invariant": True}, None, False),
+    ],
+)
+def test_who_asked_for_no_seed_has_drafts_accepted_by_chance(
+    options: dict, seq_seed: int | None, residual: bool
+) -> None:
+    engine = make_engine(drafts=4, overlap=True, right=1.0, **options)
+    params = [SamplingParams(max_tokens=40, seq_seed=seq_seed), SamplingParams(max_tokens=40, temperature=0)]
+    outputs = [output.outputs[0] for output in run(engine, [[5, 6], [9]], params)]
+    flags = engine.core.loop._device._worker._runner.sampling.flags
+    assert sorted((flags & RESIDUAL != 0).tolist()) == [False, False, False, residual]
+    for output in outputs:
+        assert len(output.token_id) == 40 and sum(output.accept_tok) == sum(output.draft_tok) == 31
+    engine.core.shutdown()
 
 
 class Damaged(ScriptedModel):
