@@ -202,7 +202,9 @@ def falls_behind(costs: StepCosts, work: Workload, steps: int, *, overlapped: bo
     probe = (drafting + costs.verify.at(rows + PROBE_DRAFTS) - plain) / plain / PROBE_EVERY
     if got < off * (1 - probe - 0.02):
         return f"{got:.1f} tokens/s, without drafts {off:.1f}"
-    return f"{got:.1f} tokens/s, always five drafts {fixed:.1f}" if got < fixed * 0.97 else ""
+    # One sequence near the point where drafts begin to pay: a few poor rounds end them until a probe.
+    near = 0.94 if rows == 1 else 0.97
+    return f"{got:.1f} tokens/s, always five drafts {fixed:.1f}" if got < fixed * near else ""
 
 
 @pytest.mark.parametrize("acceptance", [0.15, 0.5, 0.9])
