@@ -27,13 +27,18 @@ SHOWN = 120  # characters of a prompt that are printed
 
 
 def long_prompt(llm: LLM, tokens: int) -> str:
-    """A list of facts of about `tokens` tokens, and a question about one in its first half."""
-    lines = ["A list of drawers and what each of them holds."]
+    """A list of facts of nearly `tokens` tokens, and a question about one in its first half."""
     question = "\nQuestion: what does drawer 7 hold?\nAnswer: drawer 7 holds"
-    per_line = len(llm.tokenizer.encode_text("\nDrawer 100 holds three blue marbles."))
-    for number in range(1, max(8, (tokens - 40) // per_line) + 1):
-        lines.append(f"Drawer {number} holds {THINGS[number * 5 % len(THINGS)]}.")
-    return "\n".join(lines) + question
+    text = "A list of drawers and what each of them holds."
+    room = tokens - len(llm.tokenizer.encode_prompt(text + question))
+    number = 0
+    while True:
+        number += 1
+        line = f"\nDrawer {number} holds {THINGS[number * 5 % len(THINGS)]}."
+        room -= len(llm.tokenizer.encode_text(line))
+        if room < 0 and number > 8:  # the drawer of the question is there, however few tokens were asked for
+            return text + question
+        text += line
 
 
 def long_context(max_model_len: int) -> tuple[int, int]:
