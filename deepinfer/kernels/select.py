@@ -23,6 +23,7 @@ from deepinfer.kernels.reference import (
     experts,
     hyper,
     indexer,
+    markov,
     norm,
     paging,
     records,
@@ -233,6 +234,14 @@ def top_entries(scores: Tensor, k: int, allowed: Tensor | None = None) -> Tensor
 def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:
     run = cpu.candidate_mask if cpu_twins(scores.device, scores.dtype) else selection.candidate_mask
     return run(scores, visible, block_size=block_size, topk_blocks=topk_blocks)
+
+
+def markov_chain(anchors: Tensor, embed: Tensor, head: Weight, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy drafts: anchors int64 [R], embed [V, rank], head [V, rank], logits float32 [R, k, V] without what the
+    token before adds -> int64 [R, k], and the embeddings of the tokens before them, float32 [R, k, rank]."""
+    if isinstance(head, PackedWeight) and embed.dtype == torch.bfloat16 and cpu_twins(logits.device, logits.dtype):
+        return cpu.markov_chain(anchors, embed, head.packed, logits)
+    return markov.markov_chain(anchors, embed, head.dense(), logits)
 
 
 def _whole_numbers(x: Tensor) -> bool:

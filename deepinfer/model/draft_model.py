@@ -9,6 +9,9 @@ cannot know, which tokens were really drawn before them, a low-rank bigram adds 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,6 +59,12 @@ class DraftModel:
     def num_stages(self) -> int:
         return len(self.stages)
 
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Around all that one proposal asks of the model: the kernels keep the threads from one part to the next."""
+        with torch.no_grad(), select.step_threads(self.device, self.numerics.dtype):
+            yield
+
     def write_context(self, taps: Tensor, view: CacheView) -> None:
         """Keys of written positions into every stage's window: taps [N, targets * D] of the rows of `view`."""
         cos, sin = rope_angles(view.batch.positions, self._frequencies)
@@ -71,7 +80,7 @@ class DraftModel:
         [R, block, D]. Row i of a block predicts the token i + 1 positions after the anchor."""
         ids = anchors.new_full((len(anchors), self.block), self.config.dspark_noise_token_id)
         ids[:, 0] = anchors
-        with torch.no_grad(), select.step_threads(self.device, self.numerics.dtype):
+        with self.drafting():
             state = BlockState(window, rope_angles(window.positions, self._frequencies))
             embedded = F.embedding(ids.flatten(), self.embed).to(self.numerics.dtype)
             stream, pre = first_stream(embedded, self.config.hc_mult)
@@ -83,7 +92,7 @@ class DraftModel:
     def base_logits(self, hidden: Tensor, k: int) -> Tensor:
         """hidden [R, block, D] -> logits of the first k drafts without what the tokens before them add, float32
         [R, k, vocab]."""
-        with torch.no_grad(), select.step_threads(self.device, self.numerics.dtype):
+        with self.drafting():
             x = select.rms_norm(hidden[:, :k].flatten(0, 1), self.norm, self.config.rms_norm_eps)
             return select.project(x.float(), self.head, rounded=False).unflatten(0, (len(hidden), k))
 
@@ -92,6 +101,11 @@ class DraftModel:
         embedding float32 [R, rank], which the confidence head reads."""
         embedding = F.embedding(previous, self.markov_embed).float()
         return select.project(embedding, self.markov_head, rounded=False), embedding
+
+    def greedy_chain(self, anchors: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest drafts, one after the other: anchors int64 [R] and `base_logits` [R, k, vocab] -> int64 [R, k],
+        and the embeddings of the tokens before them, float32 [R, k, rank]."""
+        return select.markov_chain(anchors, self.markov_embed, self.markov_head, logits)
 
     def confidence(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """How likely drafts are to be accepted once those before them are: hidden [N, D] of their rows and embedding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -57,8 +58,10 @@ class DraftLayers(Protocol):
     @property
     def block(self) -> int: ...
 
+    def drafting(self) -> AbstractContextManager[None]: ...
     def hidden(self, anchors: Tensor, window: Any) -> Tensor: ...
     def base_logits(self, hidden: Tensor, k: int) -> Tensor: ...
+    def greedy_chain(self, anchors: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]: ...
     def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]: ...
     def confidence(self, hidden: Tensor, embedding: Tensor) -> Tensor: ...
 
@@ -76,21 +79,30 @@ class DraftModelDrafter:
     def propose(self, slots: Whole, anchors: Tensor, law: DraftLaw) -> Proposal:
         model, k = self._model, self.k
         window = self._storage.begin_drafts(slots, model.block)
-        hidden = model.hidden(anchors, window)  # [R, block, D]
-        logits = model.base_logits(hidden, k)  # [R, k, vocab]
-        positions = window.positions.view(len(slots), model.block)  # of the token before each draft
-        drafts = anchors.new_empty(len(slots), k)
-        confidence = logits.new_empty(len(slots), k)
-        previous = anchors
-        for i in range(k):
-            bias, embedding = model.markov(previous)
-            z = logits[:, i].add_(bias)
-            confidence[:, i] = model.confidence(hidden[:, i], embedding)  # knows the drafts before this one, not it
-            previous = drafts[:, i] = draw_drafts(z, law, positions[:, i], i + 1)
+        with model.drafting():
+            hidden = model.hidden(anchors, window)  # [R, block, D]
+            logits = model.base_logits(hidden, k)  # [R, k, vocab]
+            if law.rules.any():
+                positions = window.positions.view(len(slots), model.block)  # of the token before each draft
+                drafts, embeddings = self._chain(anchors, logits, positions, law)
+            else:
+                drafts, embeddings = model.greedy_chain(anchors, logits)
+            # It knows the drafts before the one it judges, not that one.
+            confidence = model.confidence(hidden[:, :k].flatten(0, 1), embeddings.flatten(0, 1)).view(drafts.shape)
         residual = np.flatnonzero(law.rules == Rule.RESIDUAL)
         if residual.size and residual.size < len(slots):
             logits = logits.index_select(0, torch.from_numpy(residual).to(logits.device))
         return Proposal(drafts, confidence, logits if residual.size else None)
+
+    def _chain(self, anchors: Tensor, logits: Tensor, positions: Tensor, law: DraftLaw) -> tuple[Tensor, Tensor]:
+        """Drafts int64 [R, k] and the embeddings of the tokens before them [R, k, rank]. The logits [R, k, vocab]
+        become those that are drawn from."""
+        drafts, embeddings = [anchors], []
+        for i in range(self.k):
+            bias, embedding = self._model.markov(drafts[-1])
+            embeddings.append(embedding)
+            drafts.append(draw_drafts(logits[:, i].add_(bias), law, positions[:, i], i + 1))
+        return torch.stack(drafts[1:], 1), torch.stack(embeddings, 1)
 
 
 def draw_drafts(logits: Tensor, law: DraftLaw, positions: Tensor, slot: int) -> Tensor:

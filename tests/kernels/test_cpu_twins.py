@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.kernels import select
+from deepinfer.kernels.argmax import argmax
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.cpu.build import library
 from deepinfer.kernels.cpu.linear import linear_packed, pack, unpack
@@ -401,3 +402,31 @@ def test_a_row_of_nan_is_chosen_for_within_bounds_and_alone():
     y, ids, _, _ = select.moe(spoilt, weights)
     assert torch.equal(y[[0, 2]], select.moe(x, weights)[0][[0, 2]])
     assert y[1].isnan().all() and ((ids >= 0) & (ids < 4)).all() and ids[1].unique().numel() == 2
+
+
+@CASES
+@given(
+    rows=st.integers(1, 30), k=st.integers(1, 5), vocab=st.integers(1, 600), rank=st.integers(1, 40),
+    seed=st.integers(0, 99), odd=st.sampled_from([None, float("nan"), float("inf"), -float("inf")]),
+)  # fmt: skip
+def test_the_chain_of_greedy_drafts_equals_product_sum_and_argmax_one_after_the_other(rows, k, vocab, rank, seed, odd):
+    embed, head = (draw(seed + i, vocab, rank).to(torch.bfloat16) for i in range(2))
+    logits = draw(seed + 2, rows, k, vocab).mul(2).round()  # with equal values among them
+    if seed % 2:
+        head.zero_()  # then only the logits decide, by ties
+    if odd is not None:
+        logits.view(-1)[:: 1 + vocab // 3] = odd
+    anchors = torch.arange(rows) % vocab
+    packed = PackedWeight(pack(head.float()), vocab)
+    drafts, embeddings = select.markov_chain(anchors, embed, packed, logits)
+    before, kept = anchors, logits.clone()
+    for i in range(k):
+        assert torch.equal(embeddings[:, i], embed[before].float())
+        z = logits[:, i] + select.project(embeddings[:, i], packed, rounded=False)  # bit for bit what the kernel adds
+        assert torch.equal(drafts[:, i], argmax(z))
+        before = drafts[:, i]
+    assert torch.equal(logits.nan_to_num(), kept.nan_to_num())
+    with select.reference_only():
+        other, rows_before = select.markov_chain(anchors, embed, packed, logits)
+    if seed % 2:  # no sum whose order could decide
+        assert torch.equal(other, drafts) and torch.equal(rows_before, embeddings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from toy import random_key
 
 from deepinfer.kernels.random_streams import Stream, gumbel
+from deepinfer.kernels.reference.markov import markov_chain
 from deepinfer.speculation import propose
 from deepinfer.speculation.propose import DraftLaw, DraftModelDrafter, Rule, draft_logprobs
 
@@ -29,6 +31,9 @@ class SmallDraftModel:
             for shape in ((V, D), (BLOCK, D), (D, V), (V, RANK), (RANK, V), (D + RANK,))
         )
 
+    def drafting(self) -> nullcontext[None]:
+        return nullcontext()
+
     def hidden(self, anchors: Tensor, window: SimpleNamespace) -> Tensor:
         assert window.positions.numel() == len(anchors) * BLOCK
         return self.embed[anchors][:, None] + self.noise
@@ -39,6 +44,9 @@ class SmallDraftModel:
     def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]:
         embedding = self.markov_embed[previous]
         return embedding @ self.markov_head, embedding
+
+    def greedy_chain(self, anchors: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return markov_chain(anchors, self.markov_embed, self.markov_head.t(), logits)
 
     def confidence(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         return torch.cat((hidden, embedding), -1) @ self.w

@@ -174,3 +174,13 @@ def token_history(
     rows = (ids.contiguous(), positions, slots, starts, ids.numel())
     call("token_history", *rows, store, store.shape[1], lookback, history)
     return history
+
+
+def markov_chain(anchors: Tensor, embed: Tensor, packed: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """embed bfloat16 [V, rank]; packed: the head."""
+    rows, k, vocab = logits.shape
+    rank = embed.shape[1]
+    drafts, embeddings = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k, rank)
+    inputs = (anchors.contiguous(), embed, packed, logits.contiguous())
+    call("markov_chain_f32", *inputs, rows, k, vocab, rank, drafts, embeddings)
+    return drafts, embeddings
