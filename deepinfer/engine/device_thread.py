@@ -14,6 +14,7 @@ belongs to the whole process, is left alone; long work of the host should be ope
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -95,6 +96,7 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._worker.serve, name="deepinfer-device", daemon=True)
         self._end = weakref.finalize(self, self._worker.orders.put, None)
         self._thread.start()
+        _alive.add(self)
 
     @property
     def in_flight(self) -> int:
@@ -161,3 +163,13 @@ class DeviceThread:
         self._end()
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+
+_alive: weakref.WeakSet[DeviceThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that the interpreter's end meets inside of torch's C++ would take the process down with it."""
+    for thread in list(_alive):
+        thread.close(timeout=10)

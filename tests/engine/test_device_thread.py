@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,3 +222,23 @@ def test_a_device_finds_its_next_step_waiting_when_it_ends_one() -> None:
         waits.append(device.result().idle_seconds)
     device.close()
     assert statistics.median(waits) < 50e-6
+
+
+def test_a_program_that_ends_while_a_step_runs_waits_for_it() -> None:
+    """Otherwise the thread would die inside of torch, and take the process down ("terminate called ...")."""
+    program = """
+import time
+from test_device_thread import Steps, plan
+from deepinfer.engine.device_thread import DeviceThread
+
+def slow(number):
+    time.sleep(0.5)
+    print(f"step {number} ended", flush=True)
+
+device = DeviceThread(Steps(slow))
+device.submit(plan(0))
+time.sleep(0.1)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "step 0 ended\n", "")
