@@ -90,7 +90,7 @@ def choose_budget(
     gains [K + 1]: tokens that 0 .. K drafts are expected to give; samples: tokens that the step gives without them;
     rows: its rows without them; extra_seconds: what it costs beside the target pass. Of equal rates the fewest drafts.
     """
-    seconds = verify.up_to(rows + len(gains) - 1)[rows:] + extra_seconds
-    rates = (samples + gains) / seconds
-    best = int(np.argmax(rates))
+    rates = gains + float(samples)
+    rates = rates / (verify.up_to(rows + len(gains) - 1)[rows:] + extra_seconds)
+    best = int(rates.argmax())
     return best, float(rates[best])

@@ -52,6 +52,7 @@ class DraftPlanner:
         # Of each slot: survivals of the drafts that its last `ROUNDS` rounds have verified, oldest overwritten, ...
         self._past = np.ones((max_num_seqs, ROUNDS, k), np.float32)
         self._next = np.zeros(max_num_seqs, np.int64)
+        self._latest = np.ones((max_num_seqs, k), np.float32)  # the newest of them
         self._stale = np.ones(max_num_seqs, np.bool_)  # what stands there is a guess: the next value replaces it all
         # ... and of the drafts that a step in flight verifies, which nothing here may depend on before it has settled.
         self._pending = np.ones((max_num_seqs, k), np.float32)
@@ -83,7 +84,7 @@ class DraftPlanner:
     def open(self, slot: int) -> None:
         """A new sequence takes the slot (also one that comes back after a preemption). It is expected to do as the
         others did; before there were others, to have every draft accepted."""
-        self._past[slot] = self._mean
+        self._past[slot] = self._latest[slot] = self._mean
         self._stale[slot] = True
         self._drafted[slot] = False
 
@@ -117,7 +118,7 @@ class DraftPlanner:
                 self._past[done[fresh]] = verified[fresh, None]
                 self._stale[done] = False
             at = self._next[done]
-            self._past[done, at] = verified
+            self._past[done, at] = self._latest[done] = verified
             self._next[done] = (at + 1) % ROUNDS
             self._mean += MEAN_WEIGHT * (verified.mean(0) - self._mean)
         self._drafted[slots] = survivals is not None
@@ -179,21 +180,22 @@ class DraftPlanner:
         """Survivals [rounds, R, k] of the last rounds: few sequences need several, or a decision follows chance."""
         rounds = min(max(SAMPLE_ROWS // len(slots), 1), ROUNDS)
         if rounds == 1:
-            return self._past[slots, self._next[slots] - 1][None]
+            return self._latest.take(slots, axis=0)[None]
         back = self._next[slots] - np.arange(1, rounds + 1)[:, None]
         return self._past[slots, back % ROUNDS]
 
     def _gains(self, past: Floats, caps: Whole) -> Floats:
         """Drafts accepted [K + 1] of the likeliest 0 .. K, the mean over rounds; K: all that the caps allow."""
-        rounds, factor = len(past), np.float32(-self.correction)  # negative: the likeliest are sorted to the front
-        if int(caps.sum()) == caps.size * self.k:
-            survivals = past.reshape(rounds, -1) * factor
+        rounds, correction = len(past), self.correction
+        if caps.min() == self.k:
+            survivals = past.reshape(rounds, -1) * np.float32(-correction)  # the likeliest are sorted to the front
         else:
-            survivals = past[:, np.arange(self.k) < caps[:, None]] * factor
-        np.maximum(survivals, -1.0, out=survivals)
+            survivals = past[:, np.arange(self.k) < caps[:, None]] * np.float32(-correction)
+        if correction > 1:
+            np.maximum(survivals, -1.0, out=survivals)
         survivals.sort(axis=1)
         gains = np.zeros(survivals.shape[1] + 1, np.float32)
-        np.cumsum(survivals[0] if rounds == 1 else survivals.sum(0) / rounds, out=gains[1:])
+        np.add.accumulate(survivals[0] if rounds == 1 else survivals.sum(0) / rounds, out=gains[1:])
         return np.negative(gains, out=gains)
 
     def _count(self, predicted: Floats, num_verified: Whole, accepted: Whole) -> None:

@@ -35,6 +35,7 @@ SIGNATURES = {
     "token_history": "ppppipiip",
     "table_rows_f32": "pppiiipp",
     "philox_uniform_f32": "ppppiiiip",
+    "top_prefixes_f32": "ppiiip",
     "markov_chain_f32": "ppppiiiipp",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}

@@ -184,3 +184,9 @@ def markov_chain(anchors: Tensor, embed: Tensor, packed: Tensor, logits: Tensor)
     inputs = (anchors.contiguous(), embed, packed, logits.contiguous())
     call("markov_chain_f32", *inputs, rows, k, vocab, rank, drafts, embeddings)
     return drafts, embeddings
+
+
+def top_prefixes(values: Tensor, caps: Tensor, count: int) -> Tensor:
+    lengths = torch.empty_like(caps)
+    call("top_prefixes_f32", values.contiguous(), caps, *values.shape, count, lengths)
+    return lengths

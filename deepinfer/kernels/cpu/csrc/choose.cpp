@@ -85,3 +85,39 @@ extern "C" void candidate_mask_f32(const float* scores, const int64_t* visible, 
         for (int64_t j = b * block; j < std::min((b + 1) * block, M); ++j) kept[r * M + j] = s[j] > none;
   });
 }
+
+// values [R, k], at least 0 and never rising along a row; caps [R] -> lengths [R]: how many of each row's first caps[r]
+// values are among the `count` largest of all such, of equal ones first the lower column, then the lower row.
+extern "C" void top_prefixes_f32(const float* values, const int64_t* caps, int64_t R, int64_t k, int64_t count,
+                                 int64_t* lengths, int) {
+  // The bits of floats from 0 on are ordered as the floats are. With the place below them no two keys are equal, and the
+  // smallest key that is taken decides all. It is looked for where it must be, among the values of one small range.
+  constexpr int RANGES = 256;
+  auto range_of = [](float v) { return v < 1.0f ? (int)(v * RANGES) : RANGES - 1; };
+  auto value_at = [&](int64_t place) { return std::isnan(values[place]) ? 0.0f : values[place]; };
+  int64_t in_range[RANGES] = {}, room = count;
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t c = 0; c < std::min(caps[r], k); ++c) ++in_range[range_of(value_at(r * k + c))];
+  int edge = RANGES - 1;  // the range of the last value that is taken; -1 = all are
+  while (edge >= 0 && in_range[edge] < room) room -= in_range[edge--];
+  auto key_of = [&](float v, int64_t r, int64_t c) {
+    int32_t bits;
+    std::memcpy(&bits, &v, 4);
+    return ((int64_t)bits << 32) + R * k - (c * R + r);
+  };
+  static thread_local std::vector<int64_t> keys;
+  keys.clear();
+  if (edge >= 0 && room > 0)
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t c = 0; c < std::min(caps[r], k); ++c)
+        if (float v = value_at(r * k + c); range_of(v) == edge) keys.push_back(key_of(v, r, c));
+  int64_t last = edge < 0 ? std::numeric_limits<int64_t>::min() : std::numeric_limits<int64_t>::max();
+  if (!keys.empty()) {
+    std::nth_element(keys.begin(), keys.begin() + (room - 1), keys.end(), std::greater<int64_t>());
+    last = keys[room - 1];
+  }
+  for (int64_t r = 0; r < R; ++r) {
+    lengths[r] = 0;
+    for (int64_t c = 0; c < std::min(caps[r], k); ++c) lengths[r] += key_of(value_at(r * k + c), r, c) >= last;
+  }
+}
