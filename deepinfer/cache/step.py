@@ -16,10 +16,11 @@ from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
 from deepinfer.cache.records import OpenRows, PagedRecords, WindowRings
+from deepinfer.config import VERIFY_ROWS
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
 
-SEGMENT_ROWS = 512  # index scores are made for at most this many rows of a chunk: 512 x 8,192 entries x 4 bytes = 16 MB
+SEGMENT_ROWS = 512  # index scores are made for about this many rows at once: 512 x 8,192 entries x 4 bytes = 16 MB
 
 
 class StepStore(Protocol):
@@ -37,15 +38,17 @@ class StepStore(Protocol):
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows whose index keys are scored together: one row of every decoding sequence, or a piece of one chunk.
+    """Rows whose index keys are scored together: those of decoding sequences that compute equally many, or a piece of
+    one chunk.
 
     rows: int64 [B, T] row numbers. key_rows: int64 [B, M] pool rows of entries 0 .. M - 1 of each sequence. visible:
-    int64 [B, T] entries that each row may see, (position + 1) // ratio.
+    int64 [B, T] entries that each row may see, (position + 1) // ratio. whole: the rows are all of the step, in order.
     """
 
     rows: Tensor
     key_rows: Tensor
     visible: Tensor
+    whole: bool
 
 
 class StepView:
@@ -249,11 +252,13 @@ class StepView:
 
     def _plan_segments(self, layer: int) -> Iterator[Segment]:
         batch = self.batch
-        single = np.flatnonzero(batch.lengths == 1)
-        if len(single):
-            rows = batch.first_rows[single][:, None]
-            yield self._segment(layer, rows, batch.chunk_slots[single], int(batch.ends[single].max()))
-        for chunk in np.flatnonzero(batch.lengths > 1).tolist():
+        short = batch.lengths <= VERIFY_ROWS
+        for length in np.unique(batch.lengths[short]).tolist():  # decoding sequences, by how many drafts they verify
+            chunks = np.flatnonzero(batch.lengths == length)
+            for part in np.array_split(chunks, -(-len(chunks) * length // SEGMENT_ROWS)):
+                rows = batch.first_rows[part][:, None] + np.arange(length)
+                yield self._segment(layer, rows, batch.chunk_slots[part], int(batch.ends[part].max()))
+        for chunk in np.flatnonzero(~short).tolist():
             first, length = int(batch.first_rows[chunk]), int(batch.lengths[chunk])
             for start in range(0, length, SEGMENT_ROWS):
                 end = min(start + SEGMENT_ROWS, length)
@@ -266,7 +271,8 @@ class StepView:
         records, put = self._store.records[layer], self.batch.to_device
         seen = (self.batch.row_positions[rows] + 1) // records.ratio
         keys = select.block_rows(self._store.tables, put(slots), end // records.ratio, records.per_block)
-        return Segment(put(rows), keys, put(seen))
+        whole = rows.size == self.batch.num_rows and bool((rows.ravel() == np.arange(rows.size)).all())
+        return Segment(put(rows), keys, put(seen), whole)
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 

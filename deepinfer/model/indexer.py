@@ -79,7 +79,11 @@ class Indexer:
                 chosen = torch.arange(width, device=x.device).expand(rows.numel(), width)
                 entries[rows.flatten()] = chosen.masked_fill(chosen >= visible.reshape(-1, 1), -1)
                 continue
-            scores = select.index_scores(queries[rows], pool, segment.key_rows, weights[rows], visible).flatten(0, 1)
+            if segment.whole:
+                asked = queries.unflatten(0, rows.shape), weights.unflatten(0, rows.shape)
+            else:
+                asked = queries[rows], weights[rows]
+            scores = select.index_scores(asked[0], pool, segment.key_rows, asked[1], visible).flatten(0, 1)
             state.trace(f"layers.{self.layer}.index_score", scores)  # [B * T, M], -inf where not visible
             if narrow:
                 selection.candidates[number] = select.candidate_mask(
@@ -88,6 +92,10 @@ class Indexer:
                     block_size=config.candidate_block_size,
                     topk_blocks=config.candidate_topk_blocks,
                 )
-            entries[rows.flatten()] = select.top_entries(scores, self.topk, allowed)
+            best = select.top_entries(scores, self.topk, allowed)
+            if segment.whole:
+                entries = best
+            else:
+                entries[rows.flatten()] = best
         selection.entries = entries
         state.trace(f"layers.{self.layer}.topk", entries)

@@ -27,6 +27,9 @@ class Segment(Protocol):
     @property
     def visible(self) -> Tensor: ...
 
+    @property
+    def whole(self) -> bool: ...
+
 
 class CacheView(Protocol):
     """One step's reads and writes of a cache; `cache.step.StepView` implements it and says the shapes."""

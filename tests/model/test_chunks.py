@@ -74,6 +74,29 @@ def test_chunk_sizes_at_the_borders_give_the_same_logits(model, size):
     same(model, run(model, list(range(size, LENGTH, size))))
 
 
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (6, 1, 6), (2, 5, 2), (6, 40, 6), (1, 3, 7)])
+def test_rows_of_verify_steps_do_not_depend_on_who_verifies_beside_them(model, lengths):
+    """Contexts of different lengths, whose rows are scored together where they are equally many."""
+    starts = (250, 31, 140)  # with and without more entries than are chosen
+
+    def step(members: tuple[int, ...]) -> list[torch.Tensor]:
+        cache, chunks = Cache.for_model(model, max_num_seqs=4, num_blocks=32), []
+        for i in members:
+            slot = cache.open()
+            cache.reserve(slot, LENGTH)
+            ids = tokens(1 + i)[: starts[i] + lengths[i]]
+            model.forward([Chunk(slot, 0, ids[: starts[i]], 0)], cache)
+            chunks.append(Chunk(slot, starts[i], ids[starts[i] :], lengths[i]))
+        return list(model.forward(chunks, cache).split([lengths[i] for i in members]))
+
+    for i, got in enumerate(step((0, 1, 2))):
+        (alone,) = step((i,))
+        if select.cpu_twins(model.device, model.numerics.dtype):
+            assert torch.equal(got, alone)
+        else:
+            assert (got - alone).abs().max() <= 1e-5 * alone.abs().max()
+
+
 @settings(max_examples=6, deadline=None)
 @given(cuts=st.lists(st.integers(1, LENGTH - 1), min_size=1, max_size=4))
 def test_chunk_cuts_on_the_reference_path_stay_within_its_tolerance(model, cuts):
