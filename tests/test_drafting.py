@@ -191,11 +191,12 @@ def test_a_calibration_beside_the_weights_is_used_and_a_broken_one_is_named(
     for file in draft_checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
     calibration = tmp_path / "dspark_calibration.json"
-    calibration.write_text(json.dumps({"greedy": [2.0] * 5, "sampled": [1.0] * 5}))
+    lines = {rule: {"temperatures": [2.0] * 5, "biases": [0.1] * 5} for rule in ("greedy", "coupled", "residual")}
+    calibration.write_text(json.dumps(lines))
     LLM(tmp_path, mtp_varlen=False, **SIZES)
     assert "confidence: calibrated by dspark_calibration.json" in capsys.readouterr().err
-    calibration.write_text(json.dumps({"greedy": [2.0] * 4, "sampled": [1.0] * 5}))
-    with pytest.raises(ValueError, match=r"dspark_calibration.json: greedy must be a list of 5"):
+    calibration.write_text(json.dumps({**lines, "greedy": {"temperatures": [2.0] * 4, "biases": [0.0] * 5}}))
+    with pytest.raises(ValueError, match=r"dspark_calibration.json: greedy: temperatures must be a list of 5"):
         LLM(tmp_path, verbose=False, **SIZES)
 
 

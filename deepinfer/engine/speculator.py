@@ -111,9 +111,10 @@ class Speculator:
         depths = np.arange(len(slots)) - np.repeat(rows.firsts, counts)
         positions = np.repeat(rows.positions, counts) + depths
         target = StepTarget(logits, slots, positions, self._sampling, inputs=inputs, depths=depths)
-        drafts = self._at(rows.slots, rows.positions[:, None] + 1 + np.arange(self.k)).long()
+        longest = int(rows.lengths.max())
+        drafts = self._at(rows.slots, rows.positions[:, None] + 1 + np.arange(longest)).long()
         verdict = verify(
-            target, place(rows.firsts), place(rows.lengths), drafts, **self._residual_rule(rows, drafts.device)
+            target, place(rows.firsts), place(rows.lengths), drafts, **self._residual_rule(rows, longest, drafts.device)
         )
         accepted = verdict.accepted.cpu().numpy()
         short = np.flatnonzero(accepted < rows.lengths)
@@ -131,7 +132,7 @@ class Speculator:
         proposal = self._drafter.propose(slots, anchors, law)
         ends = self._storage.lengths(slots)  # the newest token stands there
         self._tokens.view(-1)[self._places(slots, ends[:, None] + 1 + np.arange(self.k))] = proposal.token_ids.int()
-        survivals = self._calibration.survivals(proposal.confidence, state.place(flags & DRAWN != 0))
+        survivals = self._calibration.survivals(proposal.confidence, state.place(rules))
         self._survivals[own] = survivals
         self._there[:] = 0
         self._there[slots] = self.k
@@ -140,8 +141,9 @@ class Speculator:
         self._logits_row[residual] = np.arange(residual.size)
         return survivals.cpu().numpy()
 
-    def _residual_rule(self, rows: VerifyRows, device: torch.device) -> dict[str, Tensor]:
-        """Arguments of `verify` for the requests whose drafts are accepted by chance; none where none has drafts."""
+    def _residual_rule(self, rows: VerifyRows, longest: int, device: torch.device) -> dict[str, Tensor]:
+        """Arguments of `verify` for the requests whose drafts are accepted by chance, `longest` drafts of each; none
+        where none has drafts."""
         state, place = self._sampling, self._sampling.place
         residual = (state.flags[rows.slots] & RESIDUAL != 0) & (rows.lengths > 0)
         which = np.flatnonzero(residual)
@@ -150,13 +152,14 @@ class Speculator:
         assert self._logits is not None
         slots = rows.slots[which]
         at, own = place(which), place(slots)
-        laws = draft_logprobs(self._logits.index_select(0, place(self._logits_row[slots])), state.temperature[own])
-        key = [word[own].repeat_interleave(self.k) for word in (state.seed_low, state.seed_high)]
-        positions = rows.positions[which, None] + np.arange(self.k)
-        chances = accept_uniforms((key[0], key[1]), place(positions.ravel())).view(-1, self.k)
+        raw = self._logits[:, :longest].index_select(0, place(self._logits_row[slots]))
+        laws = draft_logprobs(raw, state.temperature[own])
+        key = [word[own].repeat_interleave(longest) for word in (state.seed_low, state.seed_high)]
+        positions = rows.positions[which, None] + np.arange(longest)
+        chances = accept_uniforms((key[0], key[1]), place(positions.ravel())).view(-1, longest)
         if which.size < len(rows.slots):
             laws = laws.new_zeros(len(rows.slots), *laws.shape[1:]).index_copy_(0, at, laws)
-            chances = chances.new_zeros(len(rows.slots), self.k).index_copy_(0, at, chances)
+            chances = chances.new_zeros(len(rows.slots), longest).index_copy_(0, at, chances)
         mask = torch.from_numpy(residual).to(device)
         return {"residual": mask, "draft_logprobs": laws, "uniforms": chances}
 

@@ -1,10 +1,12 @@
 """From the confidence head's logits to probabilities that can be counted on (spec/dspark.md section 7.3).
 
 The planner weighs tokens expected against seconds, so a survival of 0.6 has to come true six times in ten. The head
-learns that nearly; one temperature per draft index, for greedy and for sampled requests, closes the gap. They lie
-beside the weights as `dspark_calibration.json`:
+learns that nearly; a line per draft index and rule of acceptance closes the gap: logit / temperature + bias. (By
+temperatures alone a head that is too modest about every draft cannot be put right.) They lie beside the weights as
+`dspark_calibration.json`:
 
-    {"greedy": [1.1, 1.0, 0.9, 0.9, 0.8], "sampled": [1.2, ...]}
+    {"greedy": {"temperatures": [1.1, 1.0, 0.9, 0.9, 0.8], "biases": [0.2, 0.1, 0.1, 0.0, 0.0]},
+     "coupled": {...}, "residual": {...}}
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +22,28 @@ import torch
 from torch import Tensor
 
 FILE_NAME = "dspark_calibration.json"
-CLASSES = ("greedy", "sampled")
+CLASSES = ("greedy", "coupled", "residual")  # by the number of the rule (propose.py)
 BINS = 20
-GRID = np.geomspace(0.2, 5.0, 129)  # its middle is 1
+# Both have "no change" in the middle.
+TEMPERATURES = np.geomspace(0.25, 4.0, 33)
+BIASES = np.linspace(-2.0, 2.0, 41)
 
 Floats = npt.NDArray[np.floating]
 
 
-class Calibration:
-    """temperatures: one per draft index, by class; without them the head is believed as it is."""
+class Lines(NamedTuple):
+    """Of one class, one entry per draft index."""
 
-    def __init__(self, temperatures: dict[str, list[float]] | None = None) -> None:
-        self.temperatures = temperatures
-        self._rows: Tensor | None = None  # float32 [2, drafts], where the confidences are
+    temperatures: list[float]
+    biases: list[float]
+
+
+class Calibration:
+    """lines: by class; without them the head is believed as it is."""
+
+    def __init__(self, lines: dict[str, Lines] | None = None) -> None:
+        self.lines = lines
+        self._rows: Tensor | None = None  # float32 [2, classes, drafts], where the confidences are
 
     @classmethod
     def load(cls, directory: Path, drafts: int) -> Calibration:
@@ -44,58 +55,76 @@ class Calibration:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error})") from None
-        if not isinstance(content, dict):
-            raise ValueError(f"{path}: an object with {' and '.join(CLASSES)}, not {type(content).__name__}")
-        if unknown := set(content) - set(CLASSES):
-            raise ValueError(f"{path}: unknown field {sorted(unknown)[0]!r}; it has {' and '.join(CLASSES)}")
-        return cls({name: _temperatures(path, content, name, drafts) for name in CLASSES})
+        _check_fields(str(path), content, CLASSES)
+        return cls({name: _lines(f"{path}: {name}", content[name], drafts) for name in CLASSES})
 
     def save(self, directory: Path) -> None:
-        assert self.temperatures is not None
-        text = json.dumps(self.temperatures, indent=1)
+        assert self.lines is not None
+        text = json.dumps({name: line._asdict() for name, line in self.lines.items()}, indent=1)
         (Path(directory) / FILE_NAME).write_text(text + "\n", encoding="utf-8")
 
     @property
     def is_fitted(self) -> bool:
-        return self.temperatures is not None
+        return self.lines is not None
 
-    def survivals(self, confidence: Tensor, sampled: Tensor) -> Tensor:
-        """Probability that a draft and all before it are accepted, float32 [R, k]. confidence: logits [R, k];
-        sampled bool [R]: the request draws its tokens, it is not greedy."""
-        if self.temperatures is not None:
+    def survivals(self, confidence: Tensor, rules: Tensor) -> Tensor:
+        """Probability that a draft and all before it are accepted, float32 [R, k]. confidence: logits [R, k]; rules
+        int64 [R]: how the requests are judged."""
+        if self.lines is not None:
             if self._rows is None:
-                self._rows = torch.tensor([self.temperatures[name] for name in CLASSES], device=confidence.device)
-            confidence = confidence / self._rows[sampled.long(), : confidence.shape[1]]
+                both = [[self.lines[name][part] for name in CLASSES] for part in (0, 1)]
+                self._rows = torch.tensor(both, device=confidence.device)
+            temperatures, biases = self._rows[:, rules, : confidence.shape[1]]
+            confidence = confidence / temperatures + biases
         return torch.sigmoid(confidence).cumprod(1)
 
 
-def _temperatures(path: Path, content: dict[str, Any], name: str, drafts: int) -> list[float]:
-    values = content.get(name)
-    if not isinstance(values, list) or len(values) < drafts:
-        raise ValueError(f"{path}: {name} must be a list of {drafts} temperatures, one per draft")
-    for value in values:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
-            raise ValueError(f"{path}: {name} holds {value!r}; temperatures are numbers above 0")
-    return [float(value) for value in values]
+def _check_fields(where: str, content: Any, fields: tuple[str, ...]) -> None:
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: an object with {' and '.join(fields)}, not {type(content).__name__}")
+    if unknown := set(content) - set(fields):
+        raise ValueError(f"{where}: unknown field {sorted(unknown)[0]!r}; it has {' and '.join(fields)}")
+    if missing := [field for field in fields if field not in content]:
+        raise ValueError(f"{where}: {missing[0]} is missing")
 
 
-def fit_temperatures(confidence: Floats, accepted: npt.NDArray[np.integer]) -> list[float]:
-    """Temperatures of one class by sequential scaling: index by index, each with those before it fixed, the one whose
-    survivals have the least calibration error.
+def _lines(where: str, content: Any, drafts: int) -> Lines:
+    _check_fields(where, content, Lines._fields)
+    for name, values in content.items():
+        if not isinstance(values, list) or len(values) < drafts:
+            raise ValueError(f"{where}: {name} must be a list of {drafts} numbers, one per draft")
+        for value in values:
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or (name == "temperatures" and value <= 0):
+                kind = "finite numbers above 0" if name == "temperatures" else "finite numbers"
+                raise ValueError(f"{where}: {name} holds {value!r}; they are {kind}")
+    return Lines(*([float(value) for value in content[name]] for name in Lines._fields))
+
+
+def fit_lines(confidence: Floats, accepted: npt.NDArray[np.integer]) -> Lines:
+    """Of one class, one after the other: index by index, with those before it fixed, the line whose survivals have the
+    least calibration error. What counts for the planner is the product, so the product is what is fitted.
 
     confidence [rounds, k]: logits; accepted [rounds]: drafts accepted where all k were verified.
     """
     before = np.ones(len(confidence))
-    temperatures = []
+    found = Lines([], [])
     for i, logits in enumerate(confidence.T.astype(np.float64)):
         labels = accepted > i
-        errors = [expected_calibration_error(before / (1 + np.exp(-logits / t)), labels) for t in GRID]
-        # Of equal errors the one that changes least.
-        _, _, best = min((error, abs(math.log(t)), t) for error, t in zip(errors, GRID, strict=True))
-        temperatures.append(float(best))
-        before = before / (1 + np.exp(-logits / best))
-    return temperatures
+        _, _, temperature, bias = min(
+            # Of equal errors the one that changes least.
+            (expected_calibration_error(before * _sigmoid(logits / t + b), labels), abs(math.log(t)) + abs(b), t, b)
+            for t in TEMPERATURES
+            for b in BIASES
+        )
+        found.temperatures.append(round(float(temperature), 4))
+        found.biases.append(round(float(bias), 4))
+        before = before * _sigmoid(logits / temperature + bias)
+    return found
+
+
+def _sigmoid(logits: Floats) -> Floats:
+    return 1 / (1 + np.exp(-logits))
 
 
 def expected_calibration_error(predicted: Floats, came_true: npt.NDArray[np.bool_], bins: int = BINS) -> float:

@@ -9,31 +9,53 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer.speculation.calibration import FILE_NAME, Calibration, expected_calibration_error, fit_temperatures
+from deepinfer.speculation.calibration import (
+    CLASSES,
+    FILE_NAME,
+    Calibration,
+    Lines,
+    expected_calibration_error,
+    fit_lines,
+)
+from deepinfer.speculation.propose import Rule
+
+SAME = Lines([1.0, 1.0], [0.0, 0.0])
+GOOD = {"temperatures": [1, 1.0], "biases": [0, -0.5]}
 
 
-def rounds(temperatures: list[float], count: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of a head that is off by these temperatures, and how many drafts were accepted."""
+def content(**changes: object) -> dict[str, object]:
+    """What a file holds, of two drafts."""
+    return {**dict.fromkeys(CLASSES, GOOD), **changes}
+
+
+def rounds(temperatures: list[float], biases: list[float], count: int = 10_000) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of a head that is off by these, and how many drafts were accepted."""
     rng = np.random.default_rng(0)
     truth = rng.normal(1.0, 1.5, (count, len(temperatures)))
     accepted = (rng.random(truth.shape) < 1 / (1 + np.exp(-truth))).cumprod(1).sum(1)
-    return truth * np.array(temperatures), accepted
+    return (truth - np.array(biases)) * np.array(temperatures), accepted
 
 
-def test_fitted_temperatures_undo_a_head_that_is_off() -> None:
-    wrong = [2.0, 0.5, 1.5, 3.0, 1.5]
-    logits, accepted = rounds(wrong)
-    found = fit_temperatures(logits, accepted)
-    assert np.allclose(found[:2], wrong[:2], rtol=0.1)  # later ones count in the product alone, where they blur
-    assert (np.array(found) > 1).tolist() == [True, False, True, True, True]
-    survivals = Calibration({"greedy": found, "sampled": found}).survivals(
-        torch.from_numpy(logits).float(), torch.zeros(len(logits), dtype=torch.bool)
-    )
-    raw = Calibration().survivals(torch.from_numpy(logits).float(), torch.zeros(len(logits), dtype=torch.bool))
+def test_fitted_lines_undo_a_head_that_is_off() -> None:
+    wrong = Lines([2.0, 0.5, 1.5, 3.0, 1.5], [0.0, 0.6, -0.5, 0.4, 0.0])
+    logits, accepted = rounds(*wrong)
+    found = fit_lines(logits, accepted)
+    assert np.allclose(found.temperatures[0], wrong.temperatures[0], rtol=0.2)
+    assert np.allclose(found.biases[:2], wrong.biases[:2], atol=0.2)  # later ones count in the product, where they blur
+    rules = torch.full((len(logits),), Rule.COUPLED)
+    confidence = torch.from_numpy(logits).float()
+    survivals = Calibration(dict.fromkeys(CLASSES, found)).survivals(confidence, rules)
+    raw = Calibration().survivals(confidence, rules)
     for i in range(5):
         after = expected_calibration_error(survivals[:, i].numpy(), accepted > i)
         assert after < 0.015
         assert after <= expected_calibration_error(raw[:, i].numpy(), accepted > i) + 1e-3
+
+
+def test_a_head_that_is_right_is_left_alone() -> None:
+    found = fit_lines(*rounds([1.0, 1.0], [0.0, 0.0]))
+    assert np.allclose(found.temperatures, 1, rtol=0.25)
+    assert np.allclose(found.biases, 0, atol=0.15)
 
 
 def test_calibration_error_is_the_gap_between_promise_and_outcome() -> None:
@@ -43,13 +65,18 @@ def test_calibration_error_is_the_gap_between_promise_and_outcome() -> None:
     assert expected_calibration_error(np.array([0.9, 0.1]), np.array([0, 1]) > 0) == pytest.approx(0.9)
 
 
-def test_survivals_use_the_temperatures_of_the_requests_class() -> None:
-    calibration = Calibration({"greedy": [1.0, 1.0, 1.0], "sampled": [2.0, 4.0, 1.0]})
-    logits = torch.tensor([[2.0, 4.0], [2.0, 4.0]])
-    got = calibration.survivals(logits, torch.tensor([False, True]))
-    expected = torch.sigmoid(torch.tensor([[2.0, 4.0], [1.0, 1.0]])).cumprod(1)
-    assert torch.equal(got, expected)
-    assert torch.equal(Calibration().survivals(logits, torch.tensor([False, True])), torch.sigmoid(logits).cumprod(1))
+def test_survivals_use_the_lines_of_the_rule_by_which_the_request_is_judged() -> None:
+    assert [name.upper() for name in CLASSES] == [rule.name for rule in Rule]
+    lines = {
+        "greedy": Lines([1.0, 1.0, 1.0], [0.0, 0.0, 0.0]),
+        "coupled": Lines([2.0, 4.0, 1.0], [0.0, 0.0, 0.0]),
+        "residual": Lines([1.0, 2.0, 1.0], [0.5, -1.0, 0.0]),
+    }
+    logits = torch.tensor([[2.0, 4.0]] * 3)
+    got = Calibration(lines).survivals(logits, torch.tensor([Rule.GREEDY, Rule.RESIDUAL, Rule.COUPLED]))
+    assert torch.equal(got, torch.sigmoid(torch.tensor([[2.0, 4.0], [2.5, 1.0], [1.0, 1.0]])).cumprod(1))
+    raw = Calibration().survivals(logits, torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(raw, torch.sigmoid(logits).cumprod(1))
 
 
 def test_a_checkpoint_without_the_file_is_believed_as_it_is(tmp_path: Path) -> None:
@@ -57,28 +84,30 @@ def test_a_checkpoint_without_the_file_is_believed_as_it_is(tmp_path: Path) -> N
 
 
 def test_a_saved_calibration_comes_back(tmp_path: Path) -> None:
-    temperatures = {"greedy": [1.0, 1.5], "sampled": [0.5, 2.0]}
-    Calibration(temperatures).save(tmp_path)
-    assert Calibration.load(tmp_path, 2).temperatures == temperatures
+    lines = {"greedy": SAME, "coupled": Lines([0.5, 2.0], [0.1, -0.1]), "residual": SAME}
+    Calibration(lines).save(tmp_path)
+    assert Calibration.load(tmp_path, 2).lines == lines
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("given", "named"),
     [
         ("{", "not JSON"),
-        ("[1]", "object"),
-        ({"greedy": [1, 1]}, "sampled"),
-        ({"greedy": [1], "sampled": [1, 1]}, "greedy"),
-        ({"greedy": 1.0, "sampled": [1, 1]}, "greedy"),
-        ({"greedy": [1, 0], "sampled": [1, 1]}, "greedy"),
-        ({"greedy": [1, 1], "sampled": [1, "x"]}, "sampled"),
-        ({"greedy": [1, 1], "sampled": [1, float("nan")]}, "sampled"),
-        ({"greedy": [1, True], "sampled": [1, 1]}, "greedy"),
-        ({"greedy": [1, 1], "sampled": [1, 1], "warm": [1, 1]}, "warm"),
+        ([1], "object"),
+        ({"greedy": GOOD}, "coupled"),
+        (content(greedy=[1, 1]), "greedy.*object"),
+        (content(greedy={"temperatures": [1, 1]}), "greedy.*biases"),
+        (content(coupled={**GOOD, "slopes": [1, 1]}), "coupled.*slopes"),
+        (content(coupled={**GOOD, "temperatures": [1]}), "coupled.*temperatures"),
+        (content(coupled={**GOOD, "temperatures": 1.0}), "coupled.*temperatures"),
+        (content(greedy={**GOOD, "temperatures": [1, 0]}), "greedy.*temperatures"),
+        (content(residual={**GOOD, "biases": [1, "x"]}), "residual.*biases"),
+        (content(residual={**GOOD, "biases": [1, float("nan")]}), "residual.*biases"),
+        (content(greedy={**GOOD, "temperatures": [1, True]}), "greedy.*temperatures"),
+        (content(warm=GOOD), "warm"),
     ],
 )
-def test_a_broken_file_is_refused_by_name_and_field(tmp_path: Path, content: object, named: str) -> None:
-    text = content if isinstance(content, str) else json.dumps(content)
-    (tmp_path / FILE_NAME).write_text(text)
+def test_a_broken_file_is_refused_by_name_and_field(tmp_path: Path, given: object, named: str) -> None:
+    (tmp_path / FILE_NAME).write_text(given if isinstance(given, str) else json.dumps(given))
     with pytest.raises(ValueError, match=rf"{FILE_NAME}.*{named}"):
         Calibration.load(tmp_path, 2)
