@@ -34,8 +34,9 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## model speed beside the machine's limits, host time per step, prefix cache, to results/*.json; PEER=python of a vLLM venv
+bench: $(INSTALLED) ## model speed beside the machine's limits, drafting, host time per step, prefix cache, to results/*.json; PEER=python of a vLLM venv
 	$(BIN)/python benchmarks/cpu_throughput.py --output results/cpu_throughput.json
+	$(BIN)/python benchmarks/dspark.py --output results/dspark.json
 	$(BIN)/python benchmarks/host_overhead.py --output results/host_overhead.json $(if $(PEER),--peer-python $(PEER))
 	$(BIN)/python benchmarks/prefix_cache.py --output results/prefix_cache.json
 

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from machine_limits import cpu_model, product_seconds, read_bandwidth
+from machine_limits import product_seconds, read_bandwidth
+from report import ROOT, commit, heading, machine, replace_between
 from rich.console import Console
 from rich.table import Table
 from shapes import Shape, cpu_shapes
@@ -38,7 +38,6 @@ from deepinfer.kernels.weights import DenseWeight, PackedWeight
 from deepinfer.model import Chunk
 from deepinfer.model.backbone import DeepseekV41
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "LICENSE"  # English that every clone has; prompts are cuts of it
 STEPS, QUICK_STEPS, WARM_UP = 24, 3, 2
 STEP_TOKENS = 1024  # tokens per step of LLM.generate, the engine's default on a CPU
@@ -190,17 +189,6 @@ def figure(path: str, shape: Shape, times: list[float], bound: Json) -> Json:
 # -- the run --------------------------------------------------------------------------------------------------------
 
 
-def commit() -> str | None:
-    """The commit, with + when tracked files differ from it; None outside a repository."""
-    git = ("git", "-C", str(ROOT))
-    try:
-        done = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True)
-    except OSError:
-        return None
-    return done.stdout.strip() + "+" * (changed.returncode == 1) if done.returncode == 0 else None
-
-
 def measure(options: argparse.Namespace) -> Json:
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -236,13 +224,7 @@ def measure(options: argparse.Namespace) -> Json:
         "benchmark": "cpu_throughput",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": {
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "load_before": round(load, 2),
-        },
+        "machine": machine(load),
         "model": llm.path.name,
         "kernels": select.explain(llm.model.device, llm.model.numerics.dtype),
         "dtype": llm.settings.dtype,
@@ -250,15 +232,6 @@ def measure(options: argparse.Namespace) -> Json:
         "quick": options.quick,
         "figures": figures,
     }
-
-
-def heading(result: Json) -> str:
-    m = result["machine"]
-    return (
-        f"{result['model']}, {result['dtype']}, commit {result['commit']}, {result['date'][:10]}: {m['cpu']}, "
-        f"{m['threads']} of {m['cores']} cores, torch {m['torch']}, load before {m['load_before']}"
-        f"{', QUICK: too few steps to publish' if result['quick'] else ''}"
-    )
 
 
 def show(result: Json) -> None:
@@ -281,25 +254,14 @@ def cells(f: Json) -> list[str]:
 
 def markdown(result: Json) -> str:
     """The table of docs/performance.md."""
-    m = result["machine"]
-    machine = f"{m['cpu']}, {m['threads']} threads"
+    where = f"{result['machine']['cpu']}, {result['machine']['threads']} threads"
     lines = [heading(result) + ".", ""]
     lines.append("| figure | tokens/s | limit | of limit | of peak | bound by | peer | shape | machine |")
     lines.append("|---|---:|---:|---:|---:|---|---|---|---|")
     for f in result["figures"]:
         name, shape, path, *rest = cells(f)
-        lines.append(f"| {' | '.join([f'{name}, `{path}`', *rest, PEER, shape, machine])} |")
+        lines.append(f"| {' | '.join([f'{name}, `{path}`', *rest, PEER, shape, where])} |")
     return "\n".join(lines)
-
-
-def write_markdown(result: Json, page: Path) -> None:
-    """Replace what stands between the two marks of the page."""
-    text = page.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no {BEGIN} ... {END}")
-    page.write_text(f"{head}{BEGIN}\n{markdown(result)}\n{END}{tail}", encoding="utf-8")
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -323,7 +285,7 @@ def main(given: list[str] | None = None) -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.markdown:
-        write_markdown(result, options.markdown)
+        replace_between(options.markdown, BEGIN, END, markdown(result))
     show(result)
 
 
