@@ -53,7 +53,8 @@ def truncate(logits: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> tup
     vocab = logits.shape[-1]
     limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
     full = int(limit.max())
-    width = min(full, _FIRST_LOOK) if bool((top_p < 1).any()) or full < vocab else full
+    own = int(torch.where(top_k > 0, limit, 0).max())  # all candidates of rows with top_k are looked at from the start
+    width = min(full, max(_FIRST_LOOK, own)) if bool((top_p < 1).any()) or full < vocab else full
     while True:
         values, ids = ranked(logits, width)
         keep = _keep(logits, values, min_p, limit, top_p)
@@ -70,17 +71,19 @@ def _keep(logits: Tensor, values: Tensor, min_p: Tensor, limit: Tensor, top_p: T
     place = torch.arange(values.shape[-1], device=values.device)[None, :]
     keep = (place < limit[:, None]) & (values > -torch.inf)
     keep &= values >= values[:, :1] + torch.log(min_p)[:, None]  # log 0 = -inf: off
-    kept = values.double().masked_fill(~keep, -torch.inf)
-    # What top_p calls 1: the mass of the tokens that min_p and top_k left. Without either, that of the whole row.
-    whole = torch.logsumexp(kept, -1)
-    open_rows = (limit > values.shape[-1]) & keep[:, -1]
-    if bool(open_rows.any()):
-        floor = (values[:, :1] + torch.log(min_p)[:, None])[open_rows]
-        rest = logits[open_rows].double()
-        whole[open_rows] = torch.logsumexp(rest.masked_fill(rest < floor, -torch.inf), -1)
-    before = torch.exp(kept - whole[:, None]).cumsum(-1).roll(1, dims=-1)  # mass of the better tokens
+    # What top_p calls 1: the mass of the tokens that min_p and top_k left, the row's best counting 1. With top_k they are
+    # all among the values, without it the whole row is asked, by rising id: so the sum has one order, whatever the width
+    # that other rows ask for. Running sums, because they have no other: how a plain sum is cut depends on the shape.
+    running = torch.exp((values - values[:, :1]).double()).masked_fill(~keep, 0.0).cumsum(-1)
+    whole = running[:, -1].clone()
+    asked = ((limit == logits.shape[-1]) & (top_p < 1)).nonzero()[:, 0]
+    if len(asked):
+        best, row = values[asked, :1], logits[asked]
+        left = row >= best + torch.log(min_p[asked])[:, None]
+        whole[asked] = torch.exp((row - best).double()).masked_fill(~left, 0.0).cumsum(-1)[:, -1]
+    before = running.roll(1, dims=-1)  # mass of the better tokens
     before[:, 0] = 0
     off = (top_p >= 1)[:, None]  # rounding in the sum must not drop the tail of a row that asked for all
-    keep &= off | (before < top_p.double()[:, None])
+    keep &= off | (before < (top_p.double() * whole)[:, None])
     keep[:, 0] = True
     return keep

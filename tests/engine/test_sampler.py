@@ -190,6 +190,31 @@ def test_truncation_is_exact_on_wide_rows() -> None:
         assert ids[i][values[i] > -torch.inf].tolist() == order
 
 
+@pytest.mark.parametrize("top_k, min_p", [(0, 0.0), (1500, 0.0), (0, 1e-4)])
+def test_what_top_p_keeps_of_a_row_does_not_depend_on_how_much_other_rows_keep(top_k: int, min_p: float) -> None:
+    """At a mass of exactly top_p the last bit of the sum decides; a batch mate that looks at every token must not."""
+    vocab = 4000
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(5))
+    order = logits.double().sort(-1, descending=True).values
+    cuts = order.exp().cumsum(-1) / order.exp().sum(-1, keepdim=True)
+    top_p = cuts[:, 700].float()  # somewhere near the sum behind the 700th token
+    ks, floors = torch.full((40,), top_k), torch.full((40,), min_p)
+
+    def kept(rows: slice, *mates: torch.Tensor) -> list[list[int]]:
+        extra = len(mates)
+        values, ids = truncate(
+            torch.cat((logits[rows], *mates)),
+            torch.cat((floors[rows], torch.zeros(extra))),
+            torch.cat((ks[rows], torch.zeros(extra, dtype=torch.int64))),
+            torch.cat((top_p[rows], torch.ones(extra))),
+        )
+        return [i[v > -torch.inf].tolist() for v, i in zip(values, ids, strict=True)][: len(logits[rows])]
+
+    together = kept(slice(None), torch.zeros(1, vocab))
+    alone = [kept(slice(i, i + 1))[0] for i in range(40)]
+    assert alone == kept(slice(None)) == together
+
+
 def test_ranking_puts_equal_logits_in_id_order() -> None:
     values, ids = ranked(torch.tensor([[0.0, 5.0, -0.0, 5.0, -torch.inf, -1.0]]), 6)
     assert ids.tolist() == [[1, 3, 0, 2, 5, 4]]
