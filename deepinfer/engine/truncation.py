@@ -71,9 +71,10 @@ def _keep(logits: Tensor, values: Tensor, min_p: Tensor, limit: Tensor, top_p: T
     place = torch.arange(values.shape[-1], device=values.device)[None, :]
     keep = (place < limit[:, None]) & (values > -torch.inf)
     keep &= values >= values[:, :1] + torch.log(min_p)[:, None]  # log 0 = -inf: off
-    # What top_p calls 1: the mass of the tokens that min_p and top_k left, the row's best counting 1. With top_k they are
-    # all among the values, without it the whole row is asked, by rising id: so the sum has one order, whatever the width
-    # that other rows ask for. Running sums, because they have no other: how a plain sum is cut depends on the shape.
+    # What top_p calls 1: the mass of the tokens that min_p and top_k left, the row's best counting 1. With top_k they
+    # are all among the values, without it the whole row is asked, by rising id: so the sum has one order, whatever the
+    # width that other rows ask for. Running sums, because they have no other: how a plain sum is cut depends on the
+    # shape.
     running = torch.exp((values - values[:, :1]).double()).masked_fill(~keep, 0.0).cumsum(-1)
     whole = running[:, -1].clone()
     asked = ((limit == logits.shape[-1]) & (top_p < 1)).nonzero()[:, 0]
