@@ -24,6 +24,7 @@ from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.settings import Settings, check_keep_tokens
 from deepinfer.engine.sizing import divide_memory, fit
 from deepinfer.kernels.device import free_memory
+from deepinfer.kernels.select import step_threads
 from deepinfer.model import load_model
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.config import ModelConfig
@@ -149,6 +150,7 @@ def build_core(
         drafter=drafting and drafting.drafter,
         drafts=config.drafts,
         calibration=drafting and drafting.calibration,
+        threads=partial(step_threads, model.device, model.numerics.dtype),
     )
     return EngineCore(
         runner,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -74,7 +75,9 @@ class _Chunks(NamedTuple):
 class ModelRunner(Runner):
     """Runs the plans of one engine: up to `max_num_seqs` sequences of up to `max_model_len` tokens. clock: seconds.
 
-    drafter: drafts `drafts` tokens behind every token drawn, for the steps whose plans say so.
+    drafter: drafts `drafts` tokens behind every token drawn, for the steps whose plans say so. threads: entered around
+    each step, forward pass, draws and drafts alike; says whose threads they are (kernels/cpu/threads.py). Torch's, once
+    woken by the draws of one step, would be in the way of the next one's kernels.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class ModelRunner(Runner):
         drafter: Drafter | None = None,
         drafts: int = 0,
         calibration: Calibration | None = None,
+        threads: Callable[[], AbstractContextManager[None]] = nullcontext,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
@@ -112,15 +116,18 @@ class ModelRunner(Runner):
                 calibration=calibration,
             )
         self._max_model_len = max_model_len
-        self._clock = clock
+        self._threads, self._clock = threads, clock
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Carries the plan out; one without chunks changes what its edits say and draws nothing.
 
         ValueError, before anything is changed: a slot or position outside the table. Whatever else is raised leaves
         the plan half done: no sequence that it names can go on.
         """
+        with torch.inference_mode(), self._threads():
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         begin = self._clock()
         positions = self._draw_positions(plan)
         self._check(plan, positions)
