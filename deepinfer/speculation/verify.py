@@ -79,9 +79,13 @@ def verify(
 def _coupled(target: Target, first_rows: Tensor, lengths: Tensor, drafts: Tensor) -> Verdict:
     j = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     computed = j <= lengths[:, None]  # [R, k + 1]
-    rows = (first_rows[:, None] + j)[computed]
-    y = torch.full_like(computed, -1, dtype=torch.int64).masked_scatter_(computed, target.draw(rows))
-    finite = torch.zeros_like(computed).masked_scatter_(computed, target.finite(rows))
+    rows = first_rows[:, None] + j
+    if bool(computed.all()):
+        y, finite = target.draw(rows.flatten()).view(rows.shape), target.finite(rows.flatten()).view(rows.shape)
+    else:
+        rows = rows[computed]
+        y = torch.full_like(computed, -1, dtype=torch.int64).masked_scatter_(computed, target.draw(rows))
+        finite = torch.zeros_like(computed).masked_scatter_(computed, target.finite(rows))
 
     kept = (drafts == y[:, :-1]) & computed[:, 1:] & finite[:, :-1]  # x_j = y_j
     accepted = kept.long().cumprod(1).sum(1)
