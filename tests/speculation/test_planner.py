@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.speculation.budget import CostCurve, StepCosts, choose_budget
-from deepinfer.speculation.planner import PROBE_DRAFTS, PROBE_EVERY, DraftPlanner
+from deepinfer.speculation.planner import PROBE_DRAFTS, PROBE_EVERY, PROBE_SELDOM, DraftPlanner
 
 # Seconds of a target pass by rows and of a draft pass by sequences.
 CPU = StepCosts(CostCurve({1: 4e-3, 2: 5e-3, 6: 9e-3, 24: 25e-3, 384: 380e-3}), CostCurve({1: 1e-3, 64: 20e-3}))
@@ -234,6 +234,12 @@ def test_where_drafts_never_pay_it_probes_and_does_nothing_else() -> None:
     got = simulate(DraftPlanner(8, 5, varlen=True, costs=DEAR), work, DEAR, 640, overlapped=True)
     assert got.proposed <= 640 / PROBE_EVERY + 3
     assert got.verified <= 640 / PROBE_EVERY * PROBE_DRAFTS + 3 * 8 * 5
+
+
+def test_it_looks_ever_more_seldom_where_many_sequences_never_gain() -> None:
+    got = simulate(DraftPlanner(32, 5, varlen=True, costs=DEAR), Workload(32, 0.7), DEAR, 2000, overlapped=False)
+    looks = 32 + 64 + 128  # steps, and then 256 between two
+    assert got.proposed <= 3 + (2000 - looks) / PROBE_SELDOM + 3
 
 
 def test_it_comes_back_when_the_load_falls() -> None:
