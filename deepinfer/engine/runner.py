@@ -100,9 +100,8 @@ class ModelRunner(Runner):
         self.sampling = SamplingState(max_num_seqs, vocab_size, eos_token_ids=eos_token_ids, device=model.device)
         # What an earlier owner of a slot left behind its own last token stays: no plan reads a position before the
         # step that writes it.
-        width = max_model_len + (
-            VERIFY_ROWS if drafter else 0
-        )  # behind the longest sequence: what ended ones still draw and draft
+        # With drafts a sequence that has ended still draws and drafts once, behind the longest one's end.
+        width = max_model_len + (VERIFY_ROWS if drafter else 0)
         self.tokens = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
         self.speculator: Speculator | None = None
         if drafter is not None:
