@@ -191,7 +191,7 @@ class ModelRunner(Runner):
             self.tokens[admission.slot, : len(ids)] = ids
         self.sampling.admit(admissions)
         if self.speculator is not None:
-            self.speculator.forget(admission.slot for admission in admissions)
+            self.speculator.forget([admission.slot for admission in admissions])
 
     def _chunks(self, plan: StepPlan) -> _Chunks:
         decodes = plan.num_decodes
@@ -260,8 +260,13 @@ class ModelRunner(Runner):
     ) -> StepResult:
         """The drafts that are kept and one token more per draw, and drafts for the next step."""
         slots, lengths = rows.slots, rows.lengths
-        if not slots.size:
-            return _no_draws()
+        if not lengths.any():  # as while drafts do not pay
+            result = self._draw(plan, rows.positions, logits)
+            result.counts, result.num_verified = np.ones_like(slots), lengths
+            speculator.forget(slots)
+            if plan.propose and slots.size:
+                result.survivals = speculator.propose(slots, self.sampling.place(result.token_ids))
+            return result
         firsts, decodes = rows.firsts, plan.num_decodes
         decode_rows = decodes + int(lengths.sum())
         logits = self._select(logits, np.concatenate((np.arange(decode_rows), plan.draw_rows[decodes:] + decode_rows)))

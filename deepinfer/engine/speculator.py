@@ -6,7 +6,6 @@ some of them beside the newest token and keeps what passes (speculation/verify.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -76,9 +75,9 @@ class Speculator:
         self._logits: Tensor | None = None
         self._logits_row = np.zeros(slots, np.int64)
 
-    def forget(self, slots: Iterable[int]) -> None:
-        """These slots change hands: no drafts are there."""
-        self._there[list(slots)] = 0
+    def forget(self, slots: Whole | list[int]) -> None:
+        """No drafts are there: these slots change hands, or have drawn without them."""
+        self._there[slots] = 0
 
     # -- before the forward pass ----------------------------------------------------------------------------------
 
