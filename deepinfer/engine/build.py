@@ -37,8 +37,10 @@ from deepinfer.speculation.propose import DraftModelDrafter
 def load(path: Path, settings: Settings, *, progress: bool = False) -> tuple[DeepseekV41, EngineConfig]:
     """The model of a directory, with its draft stages if they are to be used, and the sizes of an engine in the memory
     that it leaves. ValueError naming what does not fit."""
-    drafts = draft_length(settings, ModelConfig.from_dir(path)) > 0  # refused before anything is read
-    model = load_model(path, device=str(settings.device), dtype=settings.dtype, drafts=drafts, progress=progress)
+    drafts = draft_length(settings, ModelConfig.from_dir(path))  # refused before anything is read, as is
+    if drafts:
+        Calibration.load(path, drafts)  # a broken file
+    model = load_model(path, device=str(settings.device), dtype=settings.dtype, drafts=drafts > 0, progress=progress)
     return model, engine_config(settings, model.config)
 
 

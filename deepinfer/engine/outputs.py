@@ -23,7 +23,8 @@ class CompletionOutput:
     """Drafts verified in each round, one entry per step that decoded it, 0 where no drafts were at hand; empty where
     nothing is drafted."""
     accept_tok: list[int] = field(default_factory=list)
-    """Of them, those that became output; every round gives one token more, the model's own."""
+    """Of them, those that became output. Every round gives one token more, the model's own, but for a last one that a
+    draft ended."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it, None for the model's own end token."""
 

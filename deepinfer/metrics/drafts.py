@@ -15,7 +15,7 @@ BINS = 20  # of predicted probability, equal widths
 @dataclass(slots=True)
 class DraftStats:
     """Counts over rounds. A round is one sequence's part in one decode step: drafts are verified, 0 of them where none
-    were at hand, the first of them are kept, and the model's own token follows."""
+    were at hand, the first of them are kept, and the model's own token follows, unless a draft ended the sequence."""
 
     rounds: int = 0
     drafted: int = 0

@@ -24,6 +24,7 @@ from torch import Tensor
 FILE_NAME = "dspark_calibration.json"
 CLASSES = ("greedy", "coupled", "residual")  # by the number of the rule (propose.py)
 BINS = 20
+LARGEST = 1e6  # of a file's numbers: beyond any that a fit gives, and far from where float32 ends
 # Both have "no change" in the middle.
 TEMPERATURES = np.geomspace(0.25, 4.0, 33)
 BIASES = np.linspace(-2.0, 2.0, 41)
@@ -49,14 +50,18 @@ class Calibration:
     def load(cls, directory: Path, drafts: int) -> Calibration:
         """That of a checkpoint which drafts up to so many tokens. ValueError naming file and field: a broken file."""
         path = Path(directory) / FILE_NAME
-        if not path.is_file():
+        if not path.exists():
             return cls()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error})") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
         _check_fields(str(path), content, CLASSES)
-        return cls({name: _lines(f"{path}: {name}", content[name], drafts) for name in CLASSES})
+        lines = {name: _lines(f"{path}: {name}", content[name], drafts) for name in CLASSES}
+        lengths = {len(values) for line in lines.values() for values in line}
+        if len(lengths) > 1:
+            raise ValueError(f"{path}: its lists have {' and '.join(map(str, sorted(lengths)))} entries; one length")
+        return cls(lines)
 
     def save(self, directory: Path) -> None:
         assert self.lines is not None
@@ -94,10 +99,12 @@ def _lines(where: str, content: Any, drafts: int) -> Lines:
         if not isinstance(values, list) or len(values) < drafts:
             raise ValueError(f"{where}: {name} must be a list of {drafts} numbers, one per draft")
         for value in values:
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
             if not number or (name == "temperatures" and value <= 0):
-                kind = "finite numbers above 0" if name == "temperatures" else "finite numbers"
-                raise ValueError(f"{where}: {name} holds {value!r}; they are {kind}")
+                kind = "numbers above 0" if name == "temperatures" else "numbers"
+                shown = repr(value)
+                shown = shown if len(shown) <= 40 else f"{shown[:40]} ..."
+                raise ValueError(f"{where}: {name} holds {shown}; they are {kind}, and at most {LARGEST:g}")
     return Lines(*([float(value) for value in content[name]] for name in Lines._fields))
 
 

@@ -92,7 +92,8 @@ def test_a_saved_calibration_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ("{", "not JSON"),
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
         ([1], "object"),
         ({"greedy": GOOD}, "coupled"),
         (content(greedy=[1, 1]), "greedy.*object"),
@@ -104,6 +105,8 @@ def test_a_saved_calibration_comes_back(tmp_path: Path) -> None:
         (content(residual={**GOOD, "biases": [1, "x"]}), "residual.*biases"),
         (content(residual={**GOOD, "biases": [1, float("nan")]}), "residual.*biases"),
         (content(greedy={**GOOD, "temperatures": [1, True]}), "greedy.*temperatures"),
+        (content(coupled={**GOOD, "biases": [0] * 9}), "2 and 9 entries"),
+        (content(residual={**GOOD, "biases": [1, 10**400]}), "residual.*biases"),
         (content(warm=GOOD), "warm"),
     ],
 )
@@ -111,3 +114,15 @@ def test_a_broken_file_is_refused_by_name_and_field(tmp_path: Path, given: objec
     (tmp_path / FILE_NAME).write_text(given if isinstance(given, str) else json.dumps(given))
     with pytest.raises(ValueError, match=rf"{FILE_NAME}.*{named}"):
         Calibration.load(tmp_path, 2)
+
+
+def test_a_folder_in_the_place_of_the_file_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(ValueError, match=FILE_NAME):
+        Calibration.load(tmp_path, 2)
+
+
+def test_a_file_for_more_drafts_than_are_asked_for_serves(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text(json.dumps(content()))
+    survivals = Calibration.load(tmp_path, 1).survivals(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+    assert survivals.shape == (1, 1)
