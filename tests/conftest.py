@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # `golden` and other helpers tha
 
 if TYPE_CHECKING:
     from deepinfer import LLM
+
+
+# What device="auto" means here, also where there is a GPU: the tests for one are marked and name it.
+os.environ.setdefault("DEEPINFER_ACCELERATOR", "cpu")
 
 
 def pytest_configure(config: pytest.Config) -> None:
