@@ -12,7 +12,6 @@ Run it on an idle machine; the load average is recorded in the JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -25,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 from machine_limits import product_seconds, read_bandwidth
-from report import ROOT, commit, heading, machine, replace_between
+from report import ROOT, commit, heading, machine, obtain
 from rich.console import Console
 from rich.table import Table
 from shapes import Shape, cpu_shapes
@@ -280,12 +279,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> None:
     options = arguments(given)
-    result = json.loads(options.input.read_text(encoding="utf-8")) if options.input else measure(options)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.markdown:
-        replace_between(options.markdown, BEGIN, END, markdown(result))
+    result = obtain(options, measure, markdown, (BEGIN, END))
     show(result)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from draft_scheduling import scheduling_cost
-from report import ROOT, commit, heading, machine, replace_between
+from report import ROOT, commit, heading, machine, obtain
 from rich.console import Console
 from rich.table import Table
 
@@ -313,12 +313,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> None:
     options = arguments(given)
-    result = json.loads(options.input.read_text(encoding="utf-8")) if options.input else measure(options)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.markdown:
-        replace_between(options.markdown, BEGIN, END, markdown(result))
+    result = obtain(options, measure, markdown, (BEGIN, END))
     if options.json:
         print(json.dumps(result))
     else:

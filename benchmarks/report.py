@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +55,19 @@ def replace_between(page: Path, begin: str, end: str, text: str) -> None:
     if not opening or not closing:
         raise ValueError(f"{page} has no {begin} ... {end}")
     page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
+
+
+def obtain(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    markdown: Callable[[dict[str, Any]], str],
+    marks: tuple[str, str],
+) -> dict[str, Any]:
+    """The result of --input, or a new one; in the file of --output and between the marks of the page of --markdown."""
+    result = json.loads(options.input.read_text(encoding="utf-8")) if options.input else measure(options)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.markdown:
+        replace_between(options.markdown, *marks, markdown(result))
+    return result

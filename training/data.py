@@ -107,3 +107,23 @@ def load_streams(folder: Path, device: torch.device, seen: set[str]) -> dict[str
             seen.add(path.name)
             found.setdefault(path.name.split(".")[-2], []).append(np.fromfile(path, dtype=np.uint16))
     return {kind: np.concatenate(parts) for kind, parts in found.items()}
+
+
+class Feed:
+    """Puts the streams of a folder into a mixer, also files that appear while a training runs."""
+
+    def __init__(self, folder: str | Path, mixer: Mixer):
+        self.folder, self.mixer = Path(folder), mixer
+        self.seen: set[str] = set()
+        self.arrays: dict[str, list[np.ndarray]] = {}
+
+    def refresh(self) -> dict[str, int]:
+        """Takes up files that have appeared since the last look -> tokens of the kinds that grew."""
+        sizes = {}
+        for kind, array in load_streams(self.folder, self.mixer.device, self.seen).items():
+            self.arrays.setdefault(kind, []).append(array)
+            joined = np.concatenate(self.arrays[kind])
+            record = int(kind[4:]) if kind.startswith("look") else 0
+            self.mixer.streams[kind] = Stream(joined, self.mixer.device, record, len(self.seen), aligned=kind == "chat")
+            sizes[kind] = len(joined)
+        return sizes

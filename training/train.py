@@ -15,11 +15,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from training.config import nano
-from training.data import Mixer, Stream, load_streams
+from training.data import Feed, Mixer
 from training.evaluate import LENGTH, Evaluator, report_parts
 from training.export import export_model, write_json
 from training.model import Mode, NanoModel
@@ -106,9 +105,8 @@ class Trainer:
         self.model.initialise(args.seed)
         self.model.to(self.device)
         self.optimizer = Optimizer(self.model, args.muon_rate)
-        self.seen: set[str] = set()
-        self.arrays: dict[str, list[np.ndarray]] = {}
         self.mixer = Mixer({}, self.device)
+        self.feed = Feed(args.data, self.mixer)
         self.out = Path(args.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.step, self.tokens, self.before, self.seconds = 0, 0, 0.0, args.seconds
@@ -123,11 +121,7 @@ class Trainer:
         """Takes up streams whose encoding has finished since the last look, and a new budget."""
         if (self.out / "seconds").exists():
             self.seconds = float((self.out / "seconds").read_text())
-        for kind, array in load_streams(Path(self.args.data), self.device, self.seen).items():
-            self.arrays.setdefault(kind, []).append(array)
-            joined = np.concatenate(self.arrays[kind])
-            record = int(kind[4:]) if kind.startswith("look") else 0
-            self.mixer.streams[kind] = Stream(joined, self.device, record, len(self.seen), aligned=kind == "chat")
+        self.feed.refresh()
 
     def wait(self, kinds: list[str]) -> None:
         """Compiles the first phase on made-up tokens, then waits until the streams of `kinds` exist."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from training import regions
 from training.config import NanoConfig
-from training.data import Batch, Mixer, Stream, load_streams
+from training.data import Batch, Feed, Mixer
 from training.draft import DraftModel
 from training.draft_eval import DraftEvaluator, report_parts
 from training.draft_export import draft_tensors, with_stages
@@ -72,9 +72,8 @@ class DraftTrainer:
         self.backbone.freeze(self.mode)
         self.optimizer = Optimizer(self.draft, args.muon_rate)
         self.generator = torch.Generator(device=self.device).manual_seed(args.seed)
-        self.seen: set[str] = set()
-        self.arrays: dict[str, list[np.ndarray]] = {}
         self.mixer = Mixer({}, self.device)
+        self.feed = Feed(args.data, self.mixer)
         self.refresh()
 
     # ------------------------------------------------------------------ data, clock, files
@@ -83,12 +82,8 @@ class DraftTrainer:
         """Takes up streams that have appeared since the last look, and a new budget."""
         if (self.out / "seconds").exists():
             self.seconds = float((self.out / "seconds").read_text())
-        for kind, array in load_streams(Path(self.args.data), self.device, self.seen).items():
-            self.arrays.setdefault(kind, []).append(array)
-            joined = np.concatenate(self.arrays[kind])
-            record = int(kind[4:]) if kind.startswith("look") else 0
-            self.mixer.streams[kind] = Stream(joined, self.device, record, len(self.seen), aligned=kind == "chat")
-            self.log(stream=kind, size=len(joined))
+        for kind, size in self.feed.refresh().items():
+            self.log(stream=kind, size=size)
 
     def progress(self) -> float:
         """Fraction of the time between the first step and the end of the budget."""
