@@ -1,0 +1,39 @@
+"""What an output says, free of any protocol: the parser makes these, the protocols' writers render them.
+
+`tokens` are the places (0 = first generated token) of the tokens whose text is in the event, each listed once in all
+events of an output, with the event that releases the last of its text. Tokens of markup are in no event.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Reasoning(NamedTuple):
+    text: str
+    tokens: tuple[int, ...] = ()
+
+
+class Content(NamedTuple):
+    text: str
+    tokens: tuple[int, ...] = ()
+
+
+class ToolStart(NamedTuple):
+    index: int  # of the call in the answer
+    id: str
+    name: str
+
+
+class ToolArguments(NamedTuple):
+    index: int
+    text: str  # the next piece of the arguments' JSON
+
+
+class ToolEnd(NamedTuple):
+    index: int
+    arguments: str  # whole: a JSON object if `complete`
+    complete: bool  # False: the output ended inside the call
+
+
+Event = Reasoning | Content | ToolStart | ToolArguments | ToolEnd

@@ -1,0 +1,1 @@
+"""Structured output: what may follow. A leaf: it imports nothing of ours and knows no engine."""
