@@ -41,6 +41,9 @@ class ToolChoice(NamedTuple):
     names: tuple[str, ...] | None = None  # of the tools that may be called; None = all
 
 
+FREE_CHOICE = ToolChoice()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One message. Of the fields behind `text` each role has its own."""
@@ -72,7 +75,7 @@ class Format(NamedTuple):
 class Conversation:
     turns: tuple[Turn, ...]
     tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolChoice = FREE_CHOICE
     parallel_tool_calls: bool = True
     thinking: bool = True
     effort: int = 75

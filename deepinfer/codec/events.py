@@ -20,18 +20,18 @@ class Content(NamedTuple):
 
 
 class ToolStart(NamedTuple):
-    index: int  # of the call in the answer
+    call: int  # its number in the answer
     id: str
     name: str
 
 
 class ToolArguments(NamedTuple):
-    index: int
+    call: int
     text: str  # the next piece of the arguments' JSON
 
 
 class ToolEnd(NamedTuple):
-    index: int
+    call: int
     arguments: str  # whole: a JSON object if `complete`
     complete: bool  # False: the output ended inside the call
 
