@@ -1,0 +1,381 @@
+"""What the protocols' requests have in common: types of fields, checks, and the few tables behind them.
+
+Types and ranges of single fields stand in pydantic annotations, so that they are checked at the door and shown in the
+OpenAPI description; what concerns several fields is checked by the functions below. All of it ends as a RequestError
+that names the field as the client spelled it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import ConfigDict, Field
+
+from deepinfer.codec.conversation import Format, Image, Tool, ToolChoice
+from deepinfer.codec.errors import RequestError
+
+MAX_MESSAGES = 10_000  # spec/codec.md 10.3
+MAX_STOPS = 16
+MAX_TOOLS = 128
+MAX_TOOL_NAME = 64
+MAX_N = 8
+MAX_TOP_LOGPROBS = 20
+MAX_IGNORED = 32  # names in the header that lists ignored fields
+
+SAMPLING: tuple[str, ...] = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+SAMPLING += ("min_tokens", "stop_token_ids", "ignore_eos")  # named alike in the protocols and in SamplingParams
+
+DEFAULT_EFFORT = 75
+EFFORTS = {"minimal": 50, "low": 50, "medium": 75, "high": 75, "xhigh": 75, "max": 100, "ultra": 100}  # spec/codec.md 2
+
+ImageDetail = Literal["low", "high", "original", "auto"]
+EffortName = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
+Effort = EffortName | Annotated[int, Field(ge=1, le=100)]
+
+
+def _finite(low: float, high: float, *, open_low: bool = False) -> Any:
+    # Python's JSON reader lets NaN and Infinity in
+    return Field(gt=low if open_low else None, ge=None if open_low else low, le=high, allow_inf_nan=False)
+
+
+Temperature = Annotated[float, _finite(0, 2)]
+TopP = Annotated[float, _finite(0, 1, open_low=True)]
+MinP = Annotated[float, _finite(0, 1)]
+Penalty = Annotated[float, _finite(-2, 2)]
+RepetitionPenalty = Annotated[float, _finite(0, 10, open_low=True)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Bias = Annotated[float, _finite(-100, 100)]
+
+
+class Part(pydantic.BaseModel):
+    """An object inside a request. Strict: a number is a number, not a text that holds one. Unknown keys are kept, so
+    that `ignored_fields` can name them."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class Body(Part):
+    """A request's body."""
+
+
+class ThinkingFields(Part):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class StructuredOutputs(Part):
+    """What the content must be, in the spelling of vLLM's clients; exactly one of these."""
+
+    json_schema: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SamplingExtensions(Part):
+    """Fields that our protocols take beside their own, in the spelling that other engines' clients use."""
+
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, Bias] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None
+
+
+def sampling(body: Any) -> dict[str, Any]:
+    """GenerationRequest.sampling: what `body` gives of it. A field that the body's class lacks counts as not given."""
+    given = {name: getattr(body, name, None) for name in SAMPLING}
+    given["seq_seed"] = getattr(body, "seed", None)
+    if getattr(body, "logit_bias", None) is not None:
+        given["logit_bias"] = token_biases("logit_bias", body.logit_bias)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def token_biases(param: str, biases: Mapping[str, float]) -> dict[int, float]:
+    """Keys of JSON objects are texts; these must be token ids."""
+    result = {}
+    for key, value in biases.items():
+        if not re.fullmatch(r"[0-9]{1,9}", key):
+            raise RequestError(f"{param}: keys must be token ids, got {short(key)}", param=param)
+        result[int(key)] = float(value)
+    return result
+
+
+def stop_strings(param: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """At most 16 texts, none of them empty."""
+    stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"{param}: at most {MAX_STOPS} strings, got {len(stops)}", param=param)
+    for stop in stops:
+        if not stop:
+            raise RequestError(f"{param}: an empty string would stop every answer; leave it out", param=param)
+        check_text(param, stop)
+    return stops
+
+
+def check_text(param: str, text: str) -> str:
+    """The text, if it can be written as UTF-8: JSON's \\u escapes can spell half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"{param}: character {error.start} is half of a surrogate pair; send valid Unicode text"
+        raise RequestError(message, param=param) from None
+    return text
+
+
+def thinking_and_effort(effort: str | int | None, thinking: str | None = None) -> tuple[bool, int]:
+    """Conversation.thinking and .effort of the names in spec/codec.md 2. thinking: the `type`; "disabled" wins."""
+    if thinking == "disabled" or effort == "none":
+        return False, DEFAULT_EFFORT
+    if effort is None:
+        return True, DEFAULT_EFFORT
+    return True, EFFORTS[effort] if isinstance(effort, str) else effort
+
+
+def json_schema_format(schema: Any, param: str, *, shown: bool = True) -> Format:
+    """Content that matches a JSON schema."""
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"{param}: must be a JSON schema (an object), got {short(schema)}", param=param)
+    return Format("json_schema", schema, shown, param)
+
+
+def structured_formats(body: SamplingExtensions) -> list[Format]:
+    """What `structured_outputs` and the guided_* fields ask for."""
+    outputs = body.structured_outputs or StructuredOutputs()
+    given = [
+        ("json_schema", outputs.json_schema, "structured_outputs.json"),
+        ("regex", outputs.regex, "structured_outputs.regex"),
+        ("choice", outputs.choice, "structured_outputs.choice"),
+        ("ebnf", outputs.grammar, "structured_outputs.grammar"),
+        ("json_object", outputs.json_object or None, "structured_outputs.json_object"),
+        ("json_schema", body.guided_json, "guided_json"),
+        ("regex", body.guided_regex, "guided_regex"),
+        ("choice", body.guided_choice, "guided_choice"),
+        ("ebnf", body.guided_grammar, "guided_grammar"),
+    ]
+    formats = [_structured(kind, value, param) for kind, value, param in given if value is not None]
+    if body.structured_outputs is not None and not any(f.param.startswith("structured") for f in formats):
+        message = "structured_outputs: give exactly one of json, regex, choice, grammar, json_object"
+        raise RequestError(message, param="structured_outputs")
+    return formats
+
+
+def _structured(kind: Any, value: Any, param: str) -> Format:
+    if kind == "json_schema":
+        if isinstance(value, str):
+            value = _json_of(value, param)
+        return json_schema_format(value, param, shown=False)
+    if kind == "choice":
+        if not value:
+            raise RequestError(f"{param}: needs at least one text to choose from", param=param)
+        value = [check_text(param, text) for text in value]
+    if kind == "json_object":
+        value = None
+    elif kind != "choice":
+        check_text(param, value)
+    return Format(kind, value, False, param)
+
+
+def _json_of(text: str, param: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{param}: is a text that holds no JSON ({error})", param=param) from None
+
+
+def one_format(formats: Sequence[Format]) -> Format | None:
+    """The only format, or None; RequestError for two that contend."""
+    if len(formats) > 1:
+        names = " and ".join(f.param for f in formats)
+        raise RequestError(f"{names} both say what the content must be; give one", param=formats[1].param)
+    return formats[0] if formats else None
+
+
+def check_tools(tools: Sequence[Tool], params: Sequence[str], namespaced: bool = False) -> tuple[Tool, ...]:
+    """The tools, if they can be offered. params: the field of each tool's name. namespaced: "ns::name" is allowed."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools: at most {MAX_TOOLS}, got {len(tools)}", param="tools")
+    pattern = r"[a-zA-Z0-9_-]+(::[a-zA-Z0-9_-]+)?" if namespaced else r"[a-zA-Z0-9_-]+"
+    seen = set()
+    for tool, param in zip(tools, params, strict=True):
+        if len(tool.name) > MAX_TOOL_NAME or not re.fullmatch(pattern, tool.name):
+            rule = f"1 to {MAX_TOOL_NAME} letters, digits, _ or -"
+            raise RequestError(f"{param}: must be {rule}, got {short(tool.name)}", param=param)
+        if tool.name in seen:
+            raise RequestError(f"{param}: two tools are called {tool.name!r}", param=param)
+        seen.add(tool.name)
+        if tool.parameters is not None and tool.parameters.get("type", "object") != "object":
+            param = param.removesuffix("name") + "parameters"
+            message = f"{param}: must be the schema of an object, got type {short(tool.parameters['type'])}"
+            raise RequestError(message, param=param)
+    return tuple(tools)
+
+
+def check_choice(choice: ToolChoice, tools: Sequence[Tool], param: str) -> ToolChoice:
+    """The choice, if the tools allow it."""
+    if choice.mode == "required" and not tools:
+        raise RequestError(f"{param}: asks for a call, but no tools are given", param=param)
+    names = {tool.name for tool in tools}
+    for name in choice.names or ():
+        if name not in names:
+            raise RequestError(f"{param}: {short(name)} is not one of the tools", param=param)
+    return choice
+
+
+def image(url: str, detail: str | None, param: str) -> Image:
+    """A picture by its http(s) or data URL; what is behind it is looked at later."""
+    if not re.match(r"(https?|data):", url, re.IGNORECASE):
+        raise RequestError(f"{param}: must be an http, https or data URL, got {short(url)}", param=param)
+    check_text(param, url)
+    return Image(url, detail or "auto", param)  # type: ignore[arg-type]  # the field's own type has checked it
+
+
+def refuse(body: Any, name: str, advice: str, harmless: Sequence[Any] = (None, False)) -> None:
+    """RequestError if `body` has an unknown or unsupported field `name` with another value than the harmless ones."""
+    value = getattr(body, name, None)
+    if not any(value is one or (type(value) is type(one) and value == one) for one in harmless):
+        raise RequestError(f"{name}: {advice}", param=name)
+
+
+def ignored_fields(body: Part, names: Iterable[str] = ()) -> list[str]:
+    """Names of the fields that were given and have no effect: of `names`, those that are set, and all unknown keys,
+    also inside of objects (without the places in lists: `messages.name`). ASCII without blanks and commas, at most 32,
+    so that they fit in a header.
+    """
+    found = dict.fromkeys(name for name in names if getattr(body, name, None) is not None)
+    _unknown_keys(body, "", found)
+    safe = dict.fromkeys(re.sub(r"[^!-~]|,", "?", name)[:64] for name in found)
+    return list(safe)[:MAX_IGNORED]
+
+
+def _unknown_keys(part: Part, path: str, found: dict[str, None]) -> None:
+    declared = type(part).model_fields
+    for key, value in (part.model_extra or {}).items():
+        if value is not None and len(found) <= MAX_IGNORED:
+            found.setdefault(path + key)
+    for name in part.model_fields_set:
+        if name in declared:
+            value = getattr(part, name)
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, Part):
+                    _unknown_keys(item, f"{path}{declared[name].alias or name}.", found)
+
+
+def short(value: Any) -> str:
+    """A value for an error message."""
+    text = ascii(value) if not isinstance(value, str) else repr(value)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(model: type[B], data: Any) -> B:
+    """The body of a request from decoded JSON. Raises RequestError."""
+    try:
+        return model.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise validation_error(error.errors(include_url=False), data) from None
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]], data: Any) -> RequestError:
+    """The RequestError for pydantic's list of errors (FastAPI's too: their places begin with "body").
+
+    data: the decoded body, which tells the client's own keys in a place from the names that pydantic gives to branches
+    of a union. Of the first field that is wrong the deepest place is reported: it belongs to the branch that fitted
+    best.
+    """
+    places = [(_place(error, data), error) for error in errors]
+    first = [item for item in places if item[0][:1] == places[0][0][:1]]
+    deepest = max((place for place, _ in first), key=len)
+    phrases = dict.fromkeys(_phrase(error) for place, error in first if place == deepest)
+    if len(phrases) > 1:
+        phrases.pop("must be null", None)
+    what = " or ".join(phrases)
+    got = next(error for place, error in first if place == deepest)
+    suffix = "" if got["type"] == "missing" else f", got {short(got.get('input'))}"
+    param = ".".join(deepest) or None
+    return RequestError(f"{param or 'the body'}: {what}{suffix}", param=param)
+
+
+def _place(error: Mapping[str, Any], data: Any) -> tuple[str, ...]:
+    """The error's place as keys and indices that lead through `data`."""
+    loc = error["loc"]
+    if loc[:1] == ("body",):
+        loc = loc[1:]
+    place: list[str] = []
+    for step in loc:
+        inside = step in data if isinstance(data, Mapping) else isinstance(data, list) and step in range(len(data))
+        if inside:
+            data = data[step]
+        elif not (error["type"] == "missing" and step == loc[-1]):
+            continue
+        place.append(str(step))
+    return tuple(place)
+
+
+_PHRASES = {
+    "missing": "is required",
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "none_required": "must be null",
+    "json_invalid": "is not valid JSON",
+    "literal_error": "must be one of {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_long": "may have at most {max_length} entries",
+    "too_short": "needs at least {min_length} entries",
+    "string_too_long": "may have at most {max_length} characters",
+}
+
+
+def _phrase(error: Mapping[str, Any]) -> str:
+    phrase = _PHRASES.get(error["type"])
+    if phrase is None:
+        return f"is not acceptable: {error['msg']}"
+    return phrase.format(**error.get("ctx", {}))
