@@ -54,7 +54,7 @@ class StepMeter:
         step.decoder_rows_kept = step.num_tokens - step.decoder_rows_skipped
         step.generated_tokens = int((output.token_ids != NO_TOKEN).sum())
         step.corrupted = int((~result.valid).sum())
-        step.prompt_tokens, step.prompt_tokens_cached = self._scheduler.take_admitted()
+        step.prompt_tokens, step.prompt_tokens_cached = self._scheduler.prefills.take_admitted()
         step.schedule_seconds, step.settle_seconds = schedule_seconds, settle_seconds
         step.prepare_seconds = result.prepare_seconds
         step.device_seconds, step.idle_seconds = result.device_seconds, result.idle_seconds

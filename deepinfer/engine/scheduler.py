@@ -24,9 +24,9 @@ from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.prefix import COLD, PrefixHit
 from deepinfer.config import BLOCK_SIZE, EngineConfig
 from deepinfer.engine.draft_room import DraftRoom
-from deepinfer.engine.drafting import every_request_is_reproducible
-from deepinfer.engine.plan import Admission, Fork, PromptScore, StepPlan
+from deepinfer.engine.plan import StepPlan
 from deepinfer.engine.plan_builder import PlanBuilder
+from deepinfer.engine.prefills import Prefills
 from deepinfer.engine.prefix_planner import PrefixPlanner
 from deepinfer.engine.queue_policy import QueuePolicy, make_policy
 from deepinfer.engine.sequence import Sequence, Status
@@ -64,17 +64,23 @@ class Scheduler:
         self._draft_room = None if planner is None else DraftRoom(config.drafts, manager, self.table, planner)
         self.by_slot: list[Sequence | None] = [None] * config.max_num_seqs
         self.failed: list[tuple[Sequence, Exception]] = []  # whose condition can never hold; taken by the core
-        self._admitted = (0, 0)  # prompt tokens of sequences that started, and those of them that the cache had
         self._preempted: list[Sequence] = []  # taken by the core
-        self._unforked: list[Sequence] = []  # completions that found no room beside their prompt, within one step
         self.num_recomputed = self.num_offloaded = 0  # preemptions
-        self._stop_ids = stop_ids
-        self._all_reproducible = every_request_is_reproducible(config.seed, config.batch_invariant)
         self._decoding = np.empty(0, np.int64)  # slots of running sequences in DECODE, by order
         self._prefilling: list[Sequence] = []  # running sequences in PREFILL, by order
         self._running_changed = False
         self._steps_without_prefill = 0
         self._num_steps = 0
+        self.prefills = Prefills(
+            config,
+            manager,
+            self.table,
+            self.waiting,
+            self.prefixes,
+            stop_ids=stop_ids,
+            run=self._run,
+            running=self.running,
+        )
 
     @property
     def num_preemptions(self) -> int:
@@ -94,8 +100,8 @@ class Scheduler:
         if prefills:
             self._continue_prefills(builder)
             self._admit(builder, now)
-        while self._unforked:  # now that nobody walks the queue
-            self.add(self._unforked.pop(0))
+        while self.prefills.unforked:  # now that nobody walks the queue
+            self.add(self.prefills.unforked.pop(0))
         if builder.is_empty:
             return None
         caps: np.ndarray | int = 0
@@ -141,7 +147,7 @@ class Scheduler:
         for sequence in self._prefilling:
             if builder.budget <= 0:
                 return
-            self._prefill(sequence, builder)
+            self.prefills.advance(sequence, builder)
 
     def _admit(self, builder: PlanBuilder, now: float) -> None:
         """Starts waiting sequences while there is budget, a slot and blocks for the next in line.
@@ -167,10 +173,10 @@ class Scheduler:
             if not self._fits(sequence, hit):
                 sequence.waits_for = "room"
                 break
-            self._start(sequence, hit, builder)
+            self.prefills.start(sequence, hit, self._tokens_to_reserve(sequence), builder)
             started.append(sequence)
             self.prefixes.start(sequence, hit, islice(self.waiting.candidates(now), LOOK_AHEAD))
-            self._prefill(sequence, builder)
+            self.prefills.advance(sequence, builder)
         for sequence in started:
             self.waiting.remove(sequence)
 
@@ -183,11 +189,6 @@ class Scheduler:
         """Sequences that lost their slot since the last call."""
         preempted, self._preempted = self._preempted, []
         return preempted
-
-    def take_admitted(self) -> tuple[int, int]:
-        """Prompt tokens of the sequences that started since the last call, and those of them that the cache had."""
-        admitted, self._admitted = self._admitted, (0, 0)
-        return admitted
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
@@ -225,126 +226,19 @@ class Scheduler:
     def _tokens_to_reserve(self, sequence: Sequence) -> int:
         return sequence.limit if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_known
 
-    # -- starting and running -------------------------------------------------------------------------------------
-
-    def _start(self, sequence: Sequence, hit: PrefixHit, builder: PlanBuilder) -> None:
-        """A slot, blocks, and what the cache has of the prompt."""
-        slot = self.manager.open()
-        request, table = sequence.request, self.table
-        table.occupy(
-            slot,
-            sequence.token_ids,
-            number=request.number,
-            index=sequence.index,
-            limit=sequence.limit,
-            stops=self._stop_ids(sequence),
-        )
-        table.tenant[slot] = self.waiting.enter(request.tenant)
-        if sequence.ticket is not None:
-            self.manager.reserve(slot, self._tokens_to_reserve(sequence))
-            self.manager.restore(sequence.ticket, slot, sequence.token_ids)
-            sequence.ticket = None
-            table.start_at(slot, sequence.offloaded, 0)
-        else:
-            if self.prefixes.enabled and not sequence.scores_prompt:
-                self.manager.adopt(slot, hit, sequence.token_ids)
-                table.start_at(slot, hit.replay_start, hit.length)
-            self.manager.reserve(slot, self._tokens_to_reserve(sequence))
-            sequence.hit = hit
-        if not sequence.preemptions:
-            tokens, cached = self._admitted
-            self._admitted = (tokens + sequence.num_known, cached + hit.replay_start)
-        builder.admissions.append(
-            Admission(
-                slot,
-                sequence.token_ids,
-                len(request.prompt_token_ids),
-                request.params,
-                sequence.seed,
-                limit=sequence.limit,
-                reproducible=self._all_reproducible or request.params.seq_seed is not None,
-            )
-        )
-        self._run(sequence, slot, Status.PREFILL)
-
-    def _prefill(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """The next chunk of its known tokens; the last one also draws the next token."""
-        slot, table, hit = sequence.slot, self.table, sequence.hit
-        assert slot is not None
-        start, end = int(table.computed[slot]), int(table.prefill_end[slot])
-        size = self._chunk_size(sequence, start, end, builder.budget)
-        stop = start + size
-        scoring = sequence.scores_prompt and sequence.scored < len(sequence.request.prompt_token_ids)
-        num_logits = size if scoring else int(stop == end)
-        keep_from = max(end - self.config.keep_tokens, hit.replay_start, 0) if self.config.truncation else 0
-        first_row = builder.prefill(
-            slot,
-            start,
-            size,
-            num_logits,
-            window_floor=hit.replay_start if hit.window_entry is None else 0,
-            write_from=hit.length,
-            keep_from=0 if sequence.scores_prompt else keep_from,
-        )
-        table.schedule_chunks(np.array([slot]), np.array([start]), np.array([stop]))
-        self.waiting.charge_prefill(int(table.tenant[slot]), size)
-        if scoring:
-            self._score(sequence, start, stop, first_row, builder)
-        if stop == end:
-            self._end_prefill(sequence, first_row + num_logits - 1, builder)
-
-    def _chunk_size(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
-        """Up to the budget, and to the next place where a window is to be saved. A chunk that does not end the prompt
-        ends at a multiple of 128 where it can: shapes repeat, and no pair of a compressor stays open between chunks."""
-        size = min(budget, end - start)
-        if self.config.long_prefill_tokens is not None and (len(self.waiting) or len(self.running) > 1):
-            size = min(size, self.config.long_prefill_tokens)
-        if sequence.scores_prompt:
-            size = min(size, self.config.prompt_logprobs_chunk)
-        if start + size < end and (whole := (start + size) // BLOCK_SIZE * BLOCK_SIZE) > start:
-            size = whole - start
-        wanted = [b for b in sequence.boundaries if start < b < start + size]
-        return min(wanted) - start if wanted else size
-
-    def _end_prefill(self, sequence: Sequence, row: int, builder: PlanBuilder) -> None:
-        """All known tokens are scheduled: it draws from this row, and its other completions start from the same."""
-        slot = sequence.slot
-        assert slot is not None
-        sequence.status = Status.DECODE
-        self._running_changed = True
-        self.table.least[slot] += 1
-        self.table.total[slot] += 1
-        builder.draw(slot, row)
-        for child in [s for s in sequence.siblings if s.status is Status.FORKING]:
-            try:
-                child_slot, edits = self.manager.fork(slot, int(self.table.prefill_end[slot]))
-            except CacheFullError:
-                self._unforked.append(child)  # it computes the prompt itself: n may be larger than what fits at once
-                continue
-            self.table.branch(slot, child_slot, child.index)
-            child.chain = sequence.chain.copy()
-            self.waiting.enter(child.request.tenant)
-            builder.fork(Fork(slot, child_slot, child.seed, edits), row)
-            self._run(child, child_slot, Status.DECODE)
-
-    def _score(self, sequence: Sequence, start: int, stop: int, first_row: int, builder: PlanBuilder) -> None:
-        """Prompt tokens that the chunk's rows predict and that were not scored before. Row i predicts token start + i +
-        1; the row at the prompt's end predicts output."""
-        prompt = sequence.request.prompt_token_ids
-        begin, end = sequence.scored, min(stop + 1, len(prompt))
-        if begin < end:
-            tokens = np.asarray(prompt[begin:end], np.int64)
-            row = first_row + begin - 1 - start
-            builder.score(PromptScore(sequence, row, tokens, sequence.params.prompt_logprobs or 0))
-            sequence.scored = end
+    # -- running --------------------------------------------------------------------------------------------------
 
     def _run(self, sequence: Sequence, slot: int, status: Status) -> None:
-        sequence.slot, sequence.status = slot, status
+        """It has this slot, and computes its known tokens (PREFILL) or one more per step (DECODE) from now on."""
+        self._running_changed = True
+        sequence.status = status
+        if sequence.slot == slot:
+            return
+        sequence.slot = slot
         self.by_slot[slot] = sequence
         if self.planner is not None:
             self.planner.open(slot)
         bisect.insort(self.running, sequence, key=lambda s: s.order)
-        self._running_changed = True
 
     def _sort_running(self) -> None:
         """Lists of those that decode and those that prefill, made again only when somebody has changed sides."""
