@@ -9,7 +9,7 @@ Role = Literal["system", "user", "assistant", "tool", "latest_reminder"]
 
 
 class Image(NamedTuple):
-    """A picture's place in a text: `Turn.text` holds one `IMAGE` spelling per picture, in order."""
+    """A picture's place in a text: `Turn.text` holds one `spellings.IMAGE` per picture, in order."""
 
     url: str  # http(s) or data URL
     detail: Literal["low", "high", "original", "auto"] = "auto"
@@ -60,6 +60,8 @@ class Turn:
     """Tool: the call that it answers."""
     prefix: bool = False
     """Assistant, last turn only: the answer goes on behind it."""
+    param: str = ""
+    """The field it came in ("messages.3", "input.0"), for errors."""
 
 
 class Format(NamedTuple):
