@@ -1,0 +1,1 @@
+"""The HTTP server: three protocols in front of one engine."""
