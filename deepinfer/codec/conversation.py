@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Role = Literal["system", "user", "assistant", "tool", "latest_reminder"]
@@ -60,7 +60,7 @@ class Turn:
     """Tool: the call that it answers."""
     prefix: bool = False
     """Assistant, last turn only: the answer goes on behind it."""
-    param: str = ""
+    param: str = field(default="", compare=False)
     """The field it came in ("messages.3", "input.0"), for errors."""
 
 
