@@ -30,6 +30,7 @@ class Completion:
     answer: Answer
     index: int
     detokenizer: TextStream | None
+    """None: its reader takes ids alone, and text stays empty."""
     text: OutputText
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -117,7 +118,10 @@ class Completion:
         self, text: str, token_ids: list[int], logprobs: list[float], top: list[dict[int, float]] | None
     ) -> SequenceDelta:
         reason = None if self.finish_reason is None else str(self.finish_reason)
-        return SequenceDelta(self.answer.request.request_id, self.index, text, token_ids, reason, logprobs, top)
+        answer = self.answer
+        return SequenceDelta(
+            answer.request.request_id, self.index, text, token_ids, reason, logprobs, top, answer.cached_tokens
+        )
 
 
 @dataclass(eq=False, slots=True)

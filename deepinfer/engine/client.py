@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
@@ -36,12 +36,48 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """One request under way, as its reader sees it."""
+    """One request under way, as its reader sees it.
+
+    What its reader has not taken yet is one delta per completion, however much comes: a reader that is slower than the
+    engine gets more at once, and costs less.
+    """
 
     request: EngineRequest
     arrival: float
-    arrived: asyncio.Queue[SequenceDelta | Exception] = field(default_factory=asyncio.Queue)
     last_token: dict[int, float] = field(default_factory=dict)  # when, by completion
+    _arrived: dict[int, SequenceDelta] = field(default_factory=dict)  # by completion
+    _error: Exception | None = None
+    _reader: asyncio.Future[None] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._arrived and self._error is None
+
+    def put(self, delta: SequenceDelta) -> None:
+        waiting = self._arrived.setdefault(delta.index, delta)
+        if waiting is not delta:
+            waiting.extend(delta)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    async def get(self) -> SequenceDelta:
+        """What has come and was not taken, of one completion. Raises what the request failed with, after that."""
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._arrived.pop(next(iter(self._arrived)))
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class AsyncEngineClient:
@@ -75,6 +111,8 @@ class AsyncEngineClient:
         self._replies: dict[int, asyncio.Future[EngineStats]] = {}
         self._listeners: set[asyncio.Queue[list[CacheEvent] | Exception]] = set()
         self._draining = False
+        self._ready: wire.Ready | None = None
+        self._last_output = time.monotonic()
         self._beat = wire.Heartbeat(state="loading")
         self._connection = Connection(endpoint, self._take, self._notice_death, process)
 
@@ -122,6 +160,7 @@ class AsyncEngineClient:
             raise
         if self._beat.state == "loading":
             self._beat = wire.Heartbeat(state="ready")
+        self._ready = ready
         self.metrics.set_info("build", {"version": ready.build})
         self.metrics.set_info("cache_config", ready.settings)
 
@@ -149,25 +188,25 @@ class AsyncEngineClient:
         tenant: str = "",
         salt: str = "",
         on_output: Callable[[RequestOutput], None] | None = None,
+        counted: bool = True,
     ) -> AsyncIterator[SequenceDelta]:
-        """Completes one prompt and yields what each step adds. Leaving the loop, or cancelling the task, aborts it.
+        """Completes one prompt and yields what each step adds, or several steps where the reader is slower than they
+        are. Leaving the loop, or cancelling the task, aborts it.
 
         tenant: whose share it counts against; salt: it shares cached prefixes only with requests of the same salt.
-        on_output: given the whole answer at its end. InvalidRequestError names the field that is wrong;
-        EngineDrainingError and EngineDeadError mean that another engine may do better; EngineStepError: a step failed
-        and took this request with it.
+        on_output: given the whole answer at its end. counted: it is in the metrics. InvalidRequestError names the field
+        that is wrong; EngineDrainingError and EngineDeadError mean that another engine may do better; EngineStepError:
+        a step failed and took this request with it.
         """
         params = SamplingParams() if params is None else params
         stream = self._submit(prompt_token_ids, params, request_id, prompt, tenant, salt)
         number, name = stream.request.number, stream.request.request_id
         try:
-            while self._processor.is_unfinished(name) or not stream.arrived.empty():
-                item = await stream.arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+            while self._processor.is_unfinished(name) or not stream.is_empty:
+                yield await stream.get()
             output = self._processor.pop_output(name)
-            self.metrics.observe_request(_request_stats(stream, output))
+            if counted:
+                self.metrics.observe_request(_request_stats(stream, output))
             if on_output is not None:
                 on_output(output)
         finally:
@@ -188,14 +227,17 @@ class AsyncEngineClient:
                 pass
         return outputs[0]
 
-    async def abort(self, request_id: str) -> bool:
-        """Ends a request; whoever reads it gets the end, with reason "abort". False if it is not under way."""
+    async def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """Ends a request, or one completion of it; whoever reads it gets the end, with this reason (STOP where the
+        reader has all that it wanted). False if that is not under way."""
         number = self._processor.number_of(request_id)
         if number is None:
             return False
-        self._connection.send(wire.Abort(number=number))
-        self._hand_out(self._processor.end(request_id, FinishReason.ABORT))
-        return True
+        ends = self._processor.end(request_id, reason, index)
+        if ends:
+            self._connection.send(wire.Abort(number=number, index=index))
+        self._hand_out(ends)
+        return bool(ends)
 
     def _submit(
         self,
@@ -250,6 +292,29 @@ class AsyncEngineClient:
     def last_step_age(self) -> float:
         """Seconds since the engine's last step ended, while it has work: large when a step hangs."""
         return self._beat.last_step_age
+
+    @property
+    def last_output_age(self) -> float:
+        """Seconds since the engine sent tokens of any request of this client, or since this client was made."""
+        return time.monotonic() - self._last_output
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        assert self._ready is not None
+        return self._ready.max_model_len
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The engine's EngineConfig, field by field."""
+        assert self._ready is not None
+        return self._ready.settings
+
+    async def wait_ended(self) -> Exception:
+        """Returns when nothing will come from the engine any more, with the reason."""
+        await self._connection.ended.wait()
+        assert self._connection.death is not None
+        return self._connection.death
 
     def _raise_if_dead(self) -> None:
         if self._connection.death is not None:
@@ -335,18 +400,18 @@ class AsyncEngineClient:
             stream = self._named.get(delta.request_id)
             if stream is None:
                 continue
-            stream.arrived.put_nowait(delta)
             if delta.token_ids:
                 if delta.index in stream.last_token:
                     self.metrics.observe_gap(now - stream.last_token[delta.index], len(delta.token_ids))
-                stream.last_token[delta.index] = now
+                stream.last_token[delta.index] = self._last_output = now
+            stream.put(delta)
 
     def _fail(self, number: int, error: Exception) -> None:
         """Ends one request with an error."""
         stream = self._streams.get(number)
         if stream is not None:
             self._processor.end(stream.request.request_id, FinishReason.ERROR)
-            stream.arrived.put_nowait(error)
+            stream.fail(error)
 
     def _notice_death(self, error: Exception) -> None:
         """Whoever waits is told."""

@@ -135,8 +135,9 @@ class OutputProcessor:
                 self._retire(answer)
         return list(deltas.values()), aborts
 
-    def end(self, request_id: str, reason: FinishReason) -> list[SequenceDelta]:
-        """Ends a request here, with what it has; the caller tells the core. Nothing happens to an unknown one."""
+    def end(self, request_id: str, reason: FinishReason, index: int | None = None) -> list[SequenceDelta]:
+        """Ends a request here, or one completion of it, with what it has; the caller tells the core. Nothing happens to
+        what is unknown or has ended."""
         number = self._numbers.get(request_id)
         if number is None:
             return []
@@ -144,7 +145,7 @@ class OutputProcessor:
         deltas = []
         try:
             for completion in answer.completions:
-                if completion.finish_reason is None:
+                if completion.finish_reason is None and index in (None, completion.index):
                     deltas.append(completion.end(reason))
         except Exception as error:
             return [*deltas, *self._fail(answer, error)]

@@ -85,12 +85,14 @@ class SequenceDelta:
     """As in CompletionOutput, of these tokens."""
     logprobs: list[dict[int, float]] | None = None
     """As in CompletionOutput, of these tokens."""
+    cached_tokens: int = 0
+    """As in RequestOutput: known before the first token."""
 
     def extend(self, later: "SequenceDelta") -> None:
-        """Adds what came right after it."""
+        """Adds what came right after it. Its lists grow in place."""
         self.text += later.text
-        self.token_ids = self.token_ids + later.token_ids
+        self.token_ids += later.token_ids
         self.finish_reason = later.finish_reason
-        self.token_logprobs = self.token_logprobs + later.token_logprobs
+        self.token_logprobs += later.token_logprobs
         if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+            self.logprobs = later.logprobs if self.logprobs is None else self.logprobs + later.logprobs

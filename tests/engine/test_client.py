@@ -30,6 +30,7 @@ from deepinfer.engine.model_core import ModelCore
 from deepinfer.engine.outputs import SequenceDelta
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.settings import resolve_settings
+from deepinfer.engine.stop import FinishReason
 from deepinfer.engine.wire import ProtocolMismatchError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -183,6 +184,55 @@ def test_an_aborted_answer_ends_with_what_it_has(endpoint: str) -> None:
             assert (await client.complete(prompt(2), GREEDY, request_id="mine")).outputs[0].token_id  # free again
 
     run(abort())
+
+
+def test_one_of_several_answers_can_be_ended_and_the_others_go_on(endpoint: str) -> None:
+    async def ask() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            params = SamplingParams(max_tokens=MANY, seq_seed=3, n=3, ignore_eos=True)
+            whole = await client.complete(prompt(1), params)
+            outputs: list[Any] = []
+            ended = False
+            async for delta in client.generate(prompt(1), params, request_id="mine", on_output=outputs.append):
+                if delta.index == 1 and not ended:
+                    ended = await client.abort("mine", 1, FinishReason.STOP)
+                    assert ended and not await client.abort("mine", 1)
+            first, second, third = outputs[0].outputs
+            assert second.finish_reason == "stop" and 1 <= len(second.token_id) < MANY
+            for mine, expected in ((first, whole.outputs[0]), (third, whole.outputs[2])):
+                assert mine.token_id == expected.token_id and mine.finish_reason == "length"
+            await until_empty(client)
+
+    run(ask())
+
+
+def test_a_reader_that_comes_late_gets_everything_in_one_piece(endpoint: str) -> None:
+    async def ask() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            expected = await client.complete(prompt(1), LONG.with_changes(logprobs=1))
+            stream = client.generate(prompt(1), LONG.with_changes(logprobs=1))
+            deltas = [await anext(stream)]
+            await until_empty(client)  # it went on without us
+            deltas += [delta async for delta in stream]
+            assert len(deltas) == 2
+            assert together(deltas) == expected.outputs[0].token_id
+            assert [p for d in deltas for p in d.token_logprobs] == expected.outputs[0].token_logprobs
+            assert [p for d in deltas for p in d.logprobs or []] == expected.outputs[0].logprobs
+            assert deltas[-1].finish_reason == "length"
+
+    run(ask())
+
+
+def test_the_first_token_says_what_the_prefix_cache_spared(endpoint: str) -> None:
+    async def ask() -> None:
+        async with await AsyncEngineClient.connect(endpoint) as client:
+            ids = prompt(78, 400)
+            await client.complete(ids, GREEDY)
+            outputs: list[Any] = []
+            deltas = [delta async for delta in client.generate(ids, GREEDY, on_output=outputs.append)]
+            assert deltas[0].cached_tokens == outputs[0].cached_tokens > 0
+
+    run(ask())
 
 
 def test_aborts_at_random_moments_leave_no_block_in_use(endpoint: str) -> None:

@@ -349,3 +349,16 @@ def test_requests_of_another_salt_share_no_prefix() -> None:
         drain(engine)
         cached.append(engine.pop_output(name).cached_tokens)
     assert cached == [0, 256, 0, 0]
+
+
+def test_ending_one_completion_leaves_the_others_and_a_second_end_says_nothing() -> None:
+    front = processor()
+    submit(front, 1, n=2)
+    front.process(said((1, 0, "a", None), (1, 1, "A", None)))
+    (end,) = front.end("r1", FinishReason.STOP, 0)
+    assert (end.index, end.finish_reason) == (0, "stop")
+    assert front.end("r1", FinishReason.STOP, 0) == [] and front.is_unfinished("r1")
+    deltas, aborts = front.process(said((1, 0, "b", None), (1, 1, "B", "length")))
+    assert [(delta.index, delta.text) for delta in deltas] == [(1, "B")] and aborts == []
+    output = front.pop_output("r1")
+    assert [(c.text, c.finish_reason) for c in output.outputs] == [("a", "stop"), ("AB", "length")]
