@@ -24,6 +24,7 @@ from deepinfer.kernels.reference import (
     hyper,
     indexer,
     markov,
+    masks,
     norm,
     paging,
     records,
@@ -242,6 +243,13 @@ def markov_chain(anchors: Tensor, embed: Tensor, head: Weight, logits: Tensor) -
     if isinstance(head, PackedWeight) and embed.dtype == torch.bfloat16 and cpu_twins(logits.device, logits.dtype):
         return cpu.markov_chain(anchors, embed, head.packed, logits)
     return markov.markov_chain(anchors, embed, head.dense(), logits)
+
+
+def constrain_rows(logits: Tensor, raw: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """`rows` int64 [n] of logits float32 [N, V] in place: -inf where a bit of allowed, int32 [n, (V + 31) // 32], is not
+    set. raw float32 [N, V]: what a row takes of which nothing would be left."""
+    fast = cpu_twins(logits.device, logits.dtype) and logits.is_contiguous() and raw.is_contiguous()
+    (cpu if fast else masks).constrain_rows(logits, raw, rows, allowed)
 
 
 def _whole_numbers(x: Tensor) -> bool:

@@ -430,3 +430,33 @@ def test_the_chain_of_greedy_drafts_equals_product_sum_and_argmax_one_after_the_
         other, rows_before = select.markov_chain(anchors, embed, packed, logits)
     if seed % 2:  # no sum whose order could decide
         assert torch.equal(other, drafts) and torch.equal(rows_before, embeddings)
+
+
+@CASES
+@given(
+    rows=st.integers(1, 12), vocab=st.integers(1, 200), seed=st.integers(0, 99),
+    density=st.sampled_from([0.0, 0.05, 0.5, 1.0]), banned=st.sampled_from([0.0, 0.9, 1.0]),
+)  # fmt: skip
+def test_masked_rows_equal_the_reference_where_bans_leave_nothing_and_behind_nan(rows, vocab, seed, density, banned):
+    g = torch.Generator().manual_seed(seed)
+    raw = draw(seed, rows, vocab)
+    raw[:, ::5], raw[:, 3::11] = -torch.inf, torch.inf
+    logits = raw.masked_fill(torch.rand(rows, vocab, generator=g) < banned, -torch.inf) + 1
+    logits[0, -1] = raw[-1, 0] = torch.nan
+    chosen = torch.randperm(rows, generator=g)[: 1 + seed % rows]
+    bits = torch.rand(len(chosen), (vocab + 31) // 32 * 32, generator=g) < density  # some beyond the vocabulary
+    masks = (bits.view(len(chosen), -1, 32).long() << torch.arange(32)).sum(-1).to(torch.int32)
+    got, expected, before = logits.clone(), logits.clone(), logits.clone()
+    select.constrain_rows(got, raw, chosen, masks)
+    with select.reference_only():
+        select.constrain_rows(expected, raw, chosen, masks)
+    assert torch.equal(got.nan_to_num(nan=7.5), expected.nan_to_num(nan=7.5))
+    for row in range(rows):
+        if row not in chosen.tolist():
+            assert torch.equal(got[row].nan_to_num(), before[row].nan_to_num())
+    for at, row in enumerate(chosen.tolist()):
+        allowed = bits[at, :vocab]
+        assert (got[row][~allowed] == -torch.inf).all()
+        kept = (before[row][allowed] != -torch.inf).any()
+        own = before[row][allowed] if kept else raw[row][allowed].clamp(min=torch.finfo(torch.float32).min)
+        assert torch.equal(got[row][allowed].nan_to_num(), own.nan_to_num())

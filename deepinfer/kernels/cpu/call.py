@@ -37,6 +37,7 @@ SIGNATURES = {
     "philox_uniform_f32": "ppppiiiip",
     "top_prefixes_f32": "ppiiip",
     "markov_chain_f32": "ppppiiiipp",
+    "constrain_rows_f32": "ppppii",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 

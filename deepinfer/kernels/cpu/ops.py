@@ -138,6 +138,10 @@ def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
     call("copy_rows", pool, targets, sources, targets.numel(), pool.stride(0) * pool.element_size())
 
 
+def constrain_rows(logits: Tensor, raw: Tensor, rows: Tensor, masks: Tensor) -> None:
+    call("constrain_rows_f32", logits, raw, rows.contiguous(), masks.contiguous(), rows.numel(), logits.shape[1])
+
+
 def table_rows(codes: int, scales: int, ids: Tensor, rows: int, width: int) -> tuple[Tensor, bool]:
     """Rows of a mapped Engram table: addresses of its e4m3 codes [rows, width] and E8M0 scales [rows, width / 32], ids
     int64 [...] -> float32 [..., width], and whether every id was inside the table and every row free of NaN."""
