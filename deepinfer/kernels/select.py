@@ -246,7 +246,7 @@ def markov_chain(anchors: Tensor, embed: Tensor, head: Weight, logits: Tensor) -
 
 
 def constrain_rows(logits: Tensor, raw: Tensor, rows: Tensor, allowed: Tensor) -> None:
-    """`rows` int64 [n] of logits float32 [N, V] in place: -inf where a bit of allowed, int32 [n, (V + 31) // 32], is not
+    """`rows` int64 [n] of logits float32 [N, V] in place: -inf where a bit of allowed int32 [n, (V + 31) // 32] is not
     set. raw float32 [N, V]: what a row takes of which nothing would be left."""
     fast = cpu_twins(logits.device, logits.dtype) and logits.is_contiguous() and raw.is_contiguous()
     (cpu if fast else masks).constrain_rows(logits, raw, rows, allowed)
