@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-import pydantic
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
+from deepinfer.codec.body import Body as Body
+from deepinfer.codec.body import Part as Part
+from deepinfer.codec.body import ignored_fields as ignored_fields
+from deepinfer.codec.body import parse as parse
+from deepinfer.codec.body import short as short
+from deepinfer.codec.body import validation_error as validation_error
 from deepinfer.codec.conversation import Format, Image, Tool, ToolChoice
 from deepinfer.codec.errors import RequestError
+from deepinfer.codec.spellings import IMAGE
 
 MAX_MESSAGES = 10_000  # spec/codec.md 10.3
 MAX_STOPS = 16
@@ -24,7 +30,6 @@ MAX_TOOLS = 128
 MAX_TOOL_NAME = 64
 MAX_N = 8
 MAX_TOP_LOGPROBS = 20
-MAX_IGNORED = 32  # names in the header that lists ignored fields
 
 SAMPLING: tuple[str, ...] = (
     "temperature",
@@ -61,17 +66,6 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Bias = Annotated[float, _finite(-100, 100)]
-
-
-class Part(pydantic.BaseModel):
-    """An object inside a request. Strict: a number is a number, not a text that holds one. Unknown keys are kept, so
-    that `ignored_fields` can name them."""
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-
-
-class Body(Part):
-    """A request's body."""
 
 
 class ThinkingFields(Part):
@@ -143,18 +137,7 @@ def stop_strings(param: str, value: str | Sequence[str] | None) -> tuple[str, ..
     for stop in stops:
         if not stop:
             raise RequestError(f"{param}: an empty string would stop every answer; leave it out", param=param)
-        check_text(param, stop)
     return stops
-
-
-def check_text(param: str, text: str) -> str:
-    """The text, if it can be written as UTF-8: JSON's \\u escapes can spell half of a surrogate pair."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        message = f"{param}: character {error.start} is half of a surrogate pair; send valid Unicode text"
-        raise RequestError(message, param=param) from None
-    return text
 
 
 def thinking_and_effort(effort: str | int | None, thinking: str | None = None) -> tuple[bool, int]:
@@ -199,15 +182,9 @@ def _structured(kind: Any, value: Any, param: str) -> Format:
         if isinstance(value, str):
             value = _json_of(value, param)
         return json_schema_format(value, param, shown=False)
-    if kind == "choice":
-        if not value:
-            raise RequestError(f"{param}: needs at least one text to choose from", param=param)
-        value = [check_text(param, text) for text in value]
-    if kind == "json_object":
-        value = None
-    elif kind != "choice":
-        check_text(param, value)
-    return Format(kind, value, False, param)
+    if kind == "choice" and not value:
+        raise RequestError(f"{param}: needs at least one text to choose from", param=param)
+    return Format(kind, None if kind == "json_object" else value, False, param)
 
 
 def _json_of(text: str, param: str) -> Any:
@@ -260,8 +237,16 @@ def image(url: str, detail: str | None, param: str) -> Image:
     """A picture by its http(s) or data URL; what is behind it is looked at later."""
     if not re.match(r"(https?|data):", url, re.IGNORECASE):
         raise RequestError(f"{param}: must be an http, https or data URL, got {short(url)}", param=param)
-    check_text(param, url)
     return Image(url, detail or "auto", param)  # type: ignore[arg-type]  # the field's own type has checked it
+
+
+def joined(parts: Sequence[str | Image], param: str) -> tuple[str, tuple[Image, ...]]:
+    """Turn.text and Turn.images of a message's parts: a blank line between them (spec/codec.md 1.3)."""
+    images = tuple(part for part in parts if isinstance(part, Image))
+    if images and any(IMAGE in part for part in parts if isinstance(part, str)):
+        # it would take the picture's place
+        raise RequestError(f"{param}: U+FDD0 is no character of a text and cannot stand beside an image", param=param)
+    return "\n\n".join(IMAGE if isinstance(part, Image) else part for part in parts), images
 
 
 def refuse(body: Any, name: str, advice: str, harmless: Sequence[Any] = (None, False)) -> None:
@@ -269,113 +254,3 @@ def refuse(body: Any, name: str, advice: str, harmless: Sequence[Any] = (None, F
     value = getattr(body, name, None)
     if not any(value is one or (type(value) is type(one) and value == one) for one in harmless):
         raise RequestError(f"{name}: {advice}", param=name)
-
-
-def ignored_fields(body: Part, names: Iterable[str] = ()) -> list[str]:
-    """Names of the fields that were given and have no effect: of `names`, those that are set, and all unknown keys,
-    also inside of objects (without the places in lists: `messages.name`). ASCII without blanks and commas, at most 32,
-    so that they fit in a header.
-    """
-    found = dict.fromkeys(name for name in names if getattr(body, name, None) is not None)
-    _unknown_keys(body, "", found)
-    safe = dict.fromkeys(re.sub(r"[^!-~]|,", "?", name)[:64] for name in found)
-    return list(safe)[:MAX_IGNORED]
-
-
-def _unknown_keys(part: Part, path: str, found: dict[str, None]) -> None:
-    declared = type(part).model_fields
-    for key, value in (part.model_extra or {}).items():
-        if value is not None and len(found) <= MAX_IGNORED:
-            found.setdefault(path + key)
-    for name in part.model_fields_set:
-        if name in declared:
-            value = getattr(part, name)
-            for item in value if isinstance(value, list) else (value,):
-                if isinstance(item, Part):
-                    _unknown_keys(item, f"{path}{declared[name].alias or name}.", found)
-
-
-def short(value: Any) -> str:
-    """A value for an error message."""
-    text = ascii(value) if not isinstance(value, str) else repr(value)
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-B = TypeVar("B", bound=Body)
-
-
-def parse(model: type[B], data: Any) -> B:
-    """The body of a request from decoded JSON. Raises RequestError."""
-    try:
-        return model.model_validate(data)
-    except pydantic.ValidationError as error:
-        raise validation_error(error.errors(include_url=False), data) from None
-
-
-def validation_error(errors: Sequence[Mapping[str, Any]], data: Any) -> RequestError:
-    """The RequestError for pydantic's list of errors (FastAPI's too: their places begin with "body").
-
-    data: the decoded body, which tells the client's own keys in a place from the names that pydantic gives to branches
-    of a union. Of the first field that is wrong the deepest place is reported: it belongs to the branch that fitted
-    best.
-    """
-    places = [(_place(error, data), error) for error in errors]
-    first = [item for item in places if item[0][:1] == places[0][0][:1]]
-    deepest = max((place for place, _ in first), key=len)
-    phrases = dict.fromkeys(_phrase(error) for place, error in first if place == deepest)
-    if len(phrases) > 1:
-        phrases.pop("must be null", None)
-    what = " or ".join(phrases)
-    got = next(error for place, error in first if place == deepest)
-    suffix = "" if got["type"] == "missing" else f", got {short(got.get('input'))}"
-    param = ".".join(deepest) or None
-    return RequestError(f"{param or 'the body'}: {what}{suffix}", param=param)
-
-
-def _place(error: Mapping[str, Any], data: Any) -> tuple[str, ...]:
-    """The error's place as keys and indices that lead through `data`."""
-    loc = error["loc"]
-    if loc[:1] == ("body",):
-        loc = loc[1:]
-    place: list[str] = []
-    for step in loc:
-        inside = step in data if isinstance(data, Mapping) else isinstance(data, list) and step in range(len(data))
-        if inside:
-            data = data[step]
-        elif not (error["type"] == "missing" and step == loc[-1]):
-            continue
-        place.append(str(step))
-    return tuple(place)
-
-
-_PHRASES = {
-    "missing": "is required",
-    "string_type": "must be a string",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-    "none_required": "must be null",
-    "json_invalid": "is not valid JSON",
-    "literal_error": "must be one of {expected}",
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "too_long": "may have at most {max_length} entries",
-    "too_short": "needs at least {min_length} entries",
-    "string_too_long": "may have at most {max_length} characters",
-}
-
-
-def _phrase(error: Mapping[str, Any]) -> str:
-    phrase = _PHRASES.get(error["type"])
-    if phrase is None:
-        return f"is not acceptable: {error['msg']}"
-    return phrase.format(**error.get("ctx", {}))

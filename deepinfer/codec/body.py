@@ -1,0 +1,181 @@
+"""Bodies of requests: the pydantic base of all models, and how what is wrong with a body is told to its sender."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pydantic
+from pydantic import ConfigDict
+
+from deepinfer.codec.errors import RequestError
+
+MAX_IGNORED = 32  # names in the header that lists ignored fields
+
+
+class Part(pydantic.BaseModel):
+    """An object inside a request. Strict: a number is a number, not a text that holds one. Unknown keys are kept, so
+    that `ignored_fields` can name them."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class Body(Part):
+    """A request's body. All texts in it can be written as UTF-8: JSON's \\u escapes can spell half of a surrogate
+    pair, which is refused here, once for all fields."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _unicode(cls, data: Any) -> Any:
+        check_unicode(data)
+        return data
+
+
+def check_unicode(data: Any) -> None:
+    """RequestError naming the place of a text or key in `data` (decoded JSON) that holds a lone surrogate."""
+    stack: list[tuple[tuple[str, ...], Any]] = [((), data)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, str):
+            if not _writable(value):
+                raise _half_a_pair(path)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                if isinstance(key, str) and not _writable(key):
+                    raise _half_a_pair((*path, ascii(key)[1:-1]))
+                if _may_hold_text(item):
+                    stack.append(((*path, str(key)), item))
+        elif isinstance(value, list):
+            stack.extend(((*path, str(i)), item) for i, item in enumerate(value) if _may_hold_text(item))
+
+
+def _half_a_pair(path: Sequence[str]) -> RequestError:
+    param = ".".join(path) or None
+    message = f"{param or 'the body'}: holds half of a surrogate pair; send valid Unicode text"
+    return RequestError(message, param=param)
+
+
+def _may_hold_text(value: Any) -> bool:
+    return isinstance(value, str | Mapping | list)
+
+
+def _writable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def ignored_fields(body: Part, names: Iterable[str] = ()) -> list[str]:
+    """Names of the fields that were given and have no effect: of `names`, those that are set, and all unknown keys,
+    also inside of objects (without the places in lists: `messages.name`). ASCII without blanks and commas, at most 32,
+    so that they fit in a header.
+    """
+    found = dict.fromkeys(name for name in names if getattr(body, name, None) is not None)
+    _unknown_keys(body, "", found)
+    safe = dict.fromkeys(re.sub(r"[^!-~]|,", "?", name)[:64] for name in found)
+    return list(safe)[:MAX_IGNORED]
+
+
+def _unknown_keys(part: Part, path: str, found: dict[str, None]) -> None:
+    declared = type(part).model_fields
+    for key, value in (part.model_extra or {}).items():
+        if value is not None and len(found) <= MAX_IGNORED:
+            found.setdefault(path + key)
+    for name in part.model_fields_set:
+        if name in declared:
+            value = getattr(part, name)
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, Part):
+                    _unknown_keys(item, f"{path}{declared[name].alias or name}.", found)
+
+
+def short(value: Any) -> str:
+    """A value for an error message."""
+    text = ascii(value) if not isinstance(value, str) else repr(value)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(model: type[B], data: Any) -> B:
+    """The body of a request from decoded JSON. Raises RequestError."""
+    try:
+        return model.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise validation_error(error.errors(include_url=False), data) from None
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]], data: Any) -> RequestError:
+    """The RequestError for pydantic's list of errors (FastAPI's too: their places begin with "body").
+
+    data: the decoded body, which tells the client's own keys in a place from the names that pydantic gives to branches
+    of a union. Of the first field that is wrong the deepest place is reported: it belongs to the branch that fitted
+    best.
+    """
+    for error in errors:
+        if isinstance(cause := error.get("ctx", {}).get("error"), RequestError):
+            return cause
+    places = [(_place(error, data), error) for error in errors]
+    first = [item for item in places if item[0][:1] == places[0][0][:1]]
+    deepest = max((place for place, _ in first), key=len)
+    phrases = dict.fromkeys(_phrase(error) for place, error in first if place == deepest)
+    if len(phrases) > 1:
+        phrases.pop("must be null", None)
+    what = " or ".join(phrases)
+    got = next(error for place, error in first if place == deepest)
+    suffix = "" if got["type"] == "missing" else f", got {short(got.get('input'))}"
+    param = ".".join(deepest) or None
+    return RequestError(f"{param or 'the body'}: {what}{suffix}", param=param)
+
+
+def _place(error: Mapping[str, Any], data: Any) -> tuple[str, ...]:
+    """The error's place as keys and indices that lead through `data`."""
+    loc = error["loc"]
+    if loc[:1] == ("body",):
+        loc = loc[1:]
+    place: list[str] = []
+    for step in loc:
+        inside = step in data if isinstance(data, Mapping) else isinstance(data, list) and step in range(len(data))
+        if inside:
+            data = data[step]
+        elif not (error["type"] == "missing" and step == loc[-1]):
+            continue
+        place.append(str(step))
+    return tuple(place)
+
+
+_PHRASES = {
+    "missing": "is required",
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "none_required": "must be null",
+    "json_invalid": "is not valid JSON",
+    "literal_error": "must be one of {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_long": "may have at most {max_length} entries",
+    "too_short": "needs at least {min_length} entries",
+    "string_too_long": "may have at most {max_length} characters",
+}
+
+
+def _phrase(error: Mapping[str, Any]) -> str:
+    phrase = _PHRASES.get(error["type"])
+    if phrase is None:
+        return f"is not acceptable: {error['msg']}"
+    return phrase.format(**error.get("ctx", {}))
