@@ -119,6 +119,38 @@ def sampling(body: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def common(body: Any, max_tokens: int | None) -> dict[str, Any]:
+    """Arguments of GenerationRequest that mean the same in all protocols: model, n, stream, sampling, max_tokens, stop
+    strings, allowed and forbidden words, service tier, priority, share of the prefix cache, request id."""
+    min_tokens = getattr(body, "min_tokens", None)
+    if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
+        message = f"min_tokens: {min_tokens} is more than the {max_tokens} tokens that the answer may have"
+        raise RequestError(message, param="min_tokens")
+    for name in ("allowed_token_ids", "bad_words"):
+        if getattr(body, name, None) == []:
+            raise RequestError(f"{name}: is empty; leave it out", param=name)
+    if any(not word for word in getattr(body, "bad_words", None) or ()):
+        raise RequestError("bad_words: an empty string cannot be forbidden", param="bad_words")
+    names = ("allowed_token_ids", "service_tier", "priority", "request_id")
+    return {name: getattr(body, name, None) for name in names} | {
+        "model": body.model,
+        "n": getattr(body, "n", None) or 1,
+        "stream": bool(body.stream),
+        "max_tokens": max_tokens,
+        "sampling": sampling(body),
+        "bad_words": tuple(getattr(body, "bad_words", None) or ()),
+        "stop": stop_strings("stop", getattr(body, "stop", None)),
+        "include_stop": bool(getattr(body, "include_stop_str_in_output", None)),
+        "cache_salt": getattr(body, "cache_salt", None) or getattr(body, "prompt_cache_key", None) or "",
+    }
+
+
+def check_stream_options(body: Any) -> None:
+    """RequestError for options of a stream that was not asked for."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: needs stream to be true", param="stream_options")
+
+
 def token_biases(param: str, biases: Mapping[str, float]) -> dict[int, float]:
     """Keys of JSON objects are texts; these must be token ids."""
     result = {}
@@ -249,8 +281,14 @@ def joined(parts: Sequence[str | Image], param: str) -> tuple[str, tuple[Image, 
     return "\n\n".join(IMAGE if isinstance(part, Image) else part for part in parts), images
 
 
-def refuse(body: Any, name: str, advice: str, harmless: Sequence[Any] = (None, False)) -> None:
-    """RequestError if `body` has an unknown or unsupported field `name` with another value than the harmless ones."""
+def refuse(
+    body: Any, name: str, advice: str, *, harmless: Sequence[Any] = (None, False, "", []), path: str = ""
+) -> None:
+    """RequestError if `body` has a field `name`, known or unknown, with another value than the harmless ones.
+
+    path: what stands in front of the name ("messages.0."). The harmless values are compared with their types: 1 is not
+    True.
+    """
     value = getattr(body, name, None)
-    if not any(value is one or (type(value) is type(one) and value == one) for one in harmless):
-        raise RequestError(f"{name}: {advice}", param=name)
+    if not any(type(value) is type(one) and value == one for one in harmless):
+        raise RequestError(f"{path}{name}: {advice}", param=path + name)
