@@ -94,6 +94,7 @@ class StepResult:
     token_ids: np.ndarray  # int64 [tokens], draw by draw
     logprobs: np.ndarray  # float32 [tokens], natural log, from the raw logits
     valid: np.ndarray  # bool [draws]; False: no finite largest logit, the draw's last token means nothing
+    stuck: np.ndarray | None = None  # bool [draws]; True: that is so because its constraint lets nothing follow
     top: list[dict[int, float] | None] | None = None  # [tokens], None if no row asked
     counts: np.ndarray | None = None  # int64 [draws] tokens of each draw, >= 1: accepted drafts + 1; None = 1 each
     num_verified: np.ndarray | None = None  # int64 [draws] drafts that were verified; None = none

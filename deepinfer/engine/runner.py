@@ -2,8 +2,8 @@
 
 The runner keeps every slot's tokens in a table of its own and reads from it what it computes, so a step can be planned
 before the tokens it starts from are known. Steps run one after the other, each in a fixed order: edits, admissions,
-forward pass, forks, scores, draws, drafts. It runs in whatever thread calls it (engine/device_thread.py: one of its
-own).
+forward pass, forks, scores, draws, drafts; what grammars let follow is worked out beside the forward pass. It runs in
+whatever thread calls it (engine/device_thread.py: one of its own).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from deepinfer.config import VERIFY_ROWS
 from deepinfer.engine.plan import Admission, StepPlan, StepResult
 from deepinfer.engine.prompt_logprobs import score_prompts
 from deepinfer.engine.sampler import choose, list_top, logprobs_of
-from deepinfer.engine.sampling_state import SamplingState
+from deepinfer.engine.sampling_state import CONSTRAINED, SamplingState
+from deepinfer.engine.slot_constraints import StepMasks
 from deepinfer.engine.speculator import Speculator, TruncatingStorage, VerifyRows
 from deepinfer.model.batch import Batch
 from deepinfer.speculation.calibration import Calibration
+from deepinfer.speculation.constraint import MaskFiller, Masks
 from deepinfer.speculation.propose import Drafter
 
 Whole = npt.NDArray[np.int64]
@@ -72,12 +74,21 @@ class _Chunks(NamedTuple):
     num_logits: Whole
 
 
+class _Asked(NamedTuple):
+    """The masks of a step, on their way. Of each draw, as many rows as it has drafts and one more."""
+
+    constrained: npt.NDArray[np.bool_]  # [draws]
+    counts: Whole  # [draws] rows of masks, 0 where nothing constrains
+    masks: StepMasks
+
+
 class ModelRunner(Runner):
     """Runs the plans of one engine: up to `max_num_seqs` sequences of up to `max_model_len` tokens. clock: seconds.
 
     drafter: drafts `drafts` tokens behind every token drawn, for the steps whose plans say so. threads: entered around
     each step, forward pass, draws and drafts alike; says whose threads they are (kernels/cpu/threads.py). Torch's, once
-    woken by the draws of one step, would be in the way of the next one's kernels.
+    woken by the draws of one step, would be in the way of the next one's kernels. filler: fills the masks of sequences
+    with constraints; None = on the spot, one after the other.
     """
 
     def __init__(
@@ -93,11 +104,14 @@ class ModelRunner(Runner):
         drafts: int = 0,
         calibration: Calibration | None = None,
         threads: Callable[[], AbstractContextManager[None]] = nullcontext,
+        filler: MaskFiller | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self.storage = storage
-        self.sampling = SamplingState(max_num_seqs, vocab_size, eos_token_ids=eos_token_ids, device=model.device)
+        self.sampling = SamplingState(
+            max_num_seqs, vocab_size, eos_token_ids=eos_token_ids, device=model.device, filler=filler
+        )
         # What an earlier owner of a slot left behind its own last token stays: no plan reads a position before the
         # step that writes it.
         # With drafts a sequence that has ended still draws and drafts once, behind the longest one's end.
@@ -135,19 +149,23 @@ class ModelRunner(Runner):
         if plan.slots.size:
             chunks = self._chunks(plan)
             batch = self._batch(plan, chunks)
+            asked = self._ask_constraints(plan, chunks)
             prepared = self._clock() - begin
             logits = self.model.forward(batch, self.storage)
+            masks = None if asked is None else asked.masks.result()  # before the forks, which copy constraints
             self._fork(plan)
             decode_rows = int(chunks.num_logits[: plan.num_decodes].sum())
             scores = score_prompts(logits[decode_rows:], plan.scores)
             positions[: plan.num_decodes] = chunks.starts[: plan.num_decodes]
             if self.speculator is None:
-                result = self._draw(plan, positions, logits)
+                result = self._draw(plan, positions, logits, masks)
             else:
                 drafts = np.zeros_like(plan.draw_slots)
                 drafts[: plan.num_decodes] = chunks.lengths[: plan.num_decodes] - 1
                 rows = VerifyRows(plan.draw_slots, positions, drafts)
-                result = self._draw_with_drafts(plan, rows, logits, batch.token_ids, self.speculator)
+                result = self._draw_with_drafts(plan, rows, logits, batch.token_ids, self.speculator, masks)
+            if asked is not None and masks is not None and not result.valid.all():
+                result.stuck = _stuck(asked, masks, result)
             result.scores = scores
             result.prepare_seconds = prepared
         else:
@@ -224,6 +242,29 @@ class ModelRunner(Runner):
         """Where tokens of these slots and positions stand in the flat table."""
         return self.sampling.place(slots * self.tokens.shape[1] + positions)
 
+    def _ask_constraints(self, plan: StepPlan, chunks: _Chunks) -> _Asked | None:
+        """What may follow in the rows of constrained draws; None if there are none."""
+        slots = plan.draw_slots.copy()
+        for fork in plan.forks:  # a completion begins where its parent stands
+            slots[slots == fork.child] = fork.parent
+        constrained = self.sampling.flags[slots] & CONSTRAINED != 0
+        if not constrained.any():
+            return None
+        decodes = plan.num_decodes
+        counts = np.ones_like(slots)
+        counts[:decodes] = chunks.lengths[:decodes]
+        counts[~constrained] = 0
+        drafts = np.maximum(counts[:decodes] - 1, 0)
+        before = np.arange(drafts.sum()) - np.repeat(drafts.cumsum() - drafts, drafts)
+        positions = np.repeat(chunks.starts[:decodes] + 1, drafts) + before
+        token_ids = self.tokens.view(-1)[self._places(np.repeat(slots[:decodes], drafts), positions)].tolist()
+        ends = np.zeros(len(slots) + 1, np.int64)
+        ends[1 : decodes + 1] = drafts.cumsum()
+        ends[decodes + 1 :] = ends[decodes]
+        own = np.flatnonzero(constrained).tolist()
+        paths = [token_ids[ends[i] : ends[i + 1]] for i in own]
+        return _Asked(constrained, counts, self.sampling.constraints.begin(slots[own].tolist(), paths))
+
     # -- after the forward pass -----------------------------------------------------------------------------------
 
     def _fork(self, plan: StepPlan) -> None:
@@ -236,15 +277,15 @@ class ModelRunner(Runner):
             if self.speculator is not None:
                 self.speculator.forget([child])
 
-    def _draw(self, plan: StepPlan, positions: Whole, logits: Tensor) -> StepResult:
-        """One token per draw."""
+    def _draw(self, plan: StepPlan, positions: Whole, logits: Tensor, masks: Masks | None) -> StepResult:
+        """One token per draw. masks: of the rows that are constrained."""
         slots = plan.draw_slots
         if not slots.size:
             return _no_draws()
         decodes = plan.num_decodes
         rows = np.concatenate((np.arange(decodes), plan.draw_rows[decodes:] + decodes))
         logits = self._select(logits, rows)
-        chosen = choose(logits, slots, positions, self.sampling)
+        chosen = choose(logits, slots, positions, self.sampling, masks)
         self.tokens.view(-1)[self._places(slots, positions + 1)] = chosen.token_ids.int()
         valid = chosen.valid.cpu().numpy()
         self.sampling.append(slots, chosen.token_ids, valid)
@@ -256,12 +297,18 @@ class ModelRunner(Runner):
         )
 
     def _draw_with_drafts(
-        self, plan: StepPlan, rows: VerifyRows, logits: Tensor, inputs: Tensor, speculator: Speculator
+        self,
+        plan: StepPlan,
+        rows: VerifyRows,
+        logits: Tensor,
+        inputs: Tensor,
+        speculator: Speculator,
+        masks: Masks | None,
     ) -> StepResult:
         """The drafts that are kept and one token more per draw, and drafts for the next step."""
         slots, lengths = rows.slots, rows.lengths
         if not lengths.any():  # as while drafts do not pay
-            result = self._draw(plan, rows.positions, logits)
+            result = self._draw(plan, rows.positions, logits, masks)
             result.counts, result.num_verified = np.ones_like(slots), lengths
             speculator.forget(slots)
             if plan.propose and slots.size:
@@ -270,7 +317,7 @@ class ModelRunner(Runner):
         firsts, decodes = rows.firsts, plan.num_decodes
         decode_rows = decodes + int(lengths.sum())
         logits = self._select(logits, np.concatenate((np.arange(decode_rows), plan.draw_rows[decodes:] + decode_rows)))
-        verdict, accepted = speculator.verify(logits, inputs, rows)
+        verdict, accepted = speculator.verify(logits, inputs, rows, masks)
 
         counts = accepted + 1
         ends = counts.cumsum()
@@ -304,6 +351,14 @@ class ModelRunner(Runner):
         if rows.size == len(logits) and (rows == np.arange(rows.size)).all():
             return logits
         return logits.index_select(0, self.sampling.place(rows))
+
+
+def _stuck(asked: _Asked, masks: Masks, result: StepResult) -> npt.NDArray[np.bool_]:
+    """Draws without a valid token because nothing may follow, bool [draws]."""
+    last = asked.counts.cumsum() - asked.counts + (0 if result.counts is None else result.counts - 1)
+    stuck = asked.constrained & ~result.valid
+    stuck[stuck] = ~masks[last[stuck]].any(-1)
+    return stuck
 
 
 def failed_result(error: BaseException, device_seconds: float = 0.0) -> StepResult:

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepinfer.engine.sampling_state import LISTED, SamplingState
 from deepinfer.engine.target import StepTarget
 from deepinfer.engine.truncation import ranked
+from deepinfer.speculation.constraint import Masks
 
 Whole = npt.NDArray[np.int64]
 
@@ -24,13 +25,14 @@ class Chosen(NamedTuple):
     valid: Tensor  # bool [rows]; False: no finite largest logit (NaN, or everything banned), the token means nothing
 
 
-def choose(logits: Tensor, slots: Whole, positions: Whole, state: SamplingState) -> Chosen:
+def choose(logits: Tensor, slots: Whole, positions: Whole, state: SamplingState, masks: Masks | None = None) -> Chosen:
     """Draws one token per row. logits float32 [rows, vocab], raw, not changed; slots [rows]: whose parameters hold;
-    positions [rows]: of the last known token, the one before the token that is drawn.
+    positions [rows]: of the last known token, the one before the token that is drawn; masks: of the rows that are
+    constrained.
 
     A row's token depends on its own logits, parameters, history, seed and position alone.
     """
-    target = StepTarget(logits, slots, positions, state)
+    target = StepTarget(logits, slots, positions, state, masks=masks)
     token_ids = target.draw()
     return Chosen(token_ids, logprobs_of(logits, token_ids), target.finite())
 

@@ -10,7 +10,7 @@ enter the arithmetic live on the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,9 @@ from torch import Tensor
 from deepinfer.engine.penalties import TokenHistories
 from deepinfer.engine.plan import Admission
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.slot_constraints import SlotConstraints
 from deepinfer.kernels.philox import MASK
-
-if TYPE_CHECKING:
-    from deepinfer.speculation.constraint import Constraint
+from deepinfer.speculation.constraint import MaskFiller
 
 # What a slot's parameters ask for beyond the largest logit. 0 = greedy and plain.
 DRAWN = 1  # noise decides (temperature > 0)
@@ -55,6 +54,7 @@ class SamplingState:
         *,
         eos_token_ids: Iterable[int] = (),
         device: torch.device | str = "cpu",
+        filler: MaskFiller | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -67,10 +67,10 @@ class SamplingState:
         self.limit = np.zeros(num_slots, np.int64)
         self.num_listed = np.zeros(num_slots, np.int64)
         self.histories = TokenHistories(num_slots, vocab_size, self.device)
+        self.constraints = SlotConstraints(vocab_size, filler)
         self._eos_token_ids = tuple(eos_token_ids)
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # slot -> ids int64, values float32
         self._forbidden: dict[int, Tensor] = {}  # slot -> ids int64 that would end it
-        self._constraints: dict[int, Constraint] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Sequences take their slots; nothing of the slots' earlier owners is left."""
@@ -94,16 +94,16 @@ class SamplingState:
         slot, params = admission.slot, admission.params
         self._biases.pop(slot, None)
         self._forbidden.pop(slot, None)
-        self._constraints.pop(slot, None)
+        self.constraints.close(slot)
         self.histories.close(slot)
+        ends = tuple(params.stop_token_ids) + (() if params.ignore_eos else self._eos_token_ids)
         if admission.constraint is not None:
-            self._constraints[slot] = admission.constraint
+            self.constraints.open(slot, admission.constraint, ends)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=self.device)
             values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self.device)
             self._biases[slot] = ids, values
         if params.min_tokens:
-            ends = tuple(params.stop_token_ids) + (() if params.ignore_eos else self._eos_token_ids)
             self._forbidden[slot] = torch.tensor(ends, dtype=torch.int64, device=self.device)
         if params.penalised:
             prompt, output = np.split(admission.token_ids, [admission.prompt_len])
@@ -118,9 +118,7 @@ class SamplingState:
             column[child] = column[parent]
         _copy_entry(self._biases, parent, child)
         _copy_entry(self._forbidden, parent, child)
-        self._constraints.pop(child, None)
-        if parent in self._constraints:
-            self._constraints[child] = self._constraints[parent].copy()
+        self.constraints.copy(parent, child)
         self.histories.copy(parent, child)
 
     def place(self, array: npt.NDArray[np.generic]) -> Tensor:
@@ -136,8 +134,7 @@ class SamplingState:
             self.histories.add(slots[rows], token_ids if rows.size == slots.size else token_ids[self.place(rows)])
         rows = np.flatnonzero((flags & CONSTRAINED != 0) & valid)
         if rows.size:
-            for slot, token in zip(slots[rows].tolist(), token_ids[self.place(rows)].tolist(), strict=True):
-                self._constraints[slot].accept([token])
+            self.constraints.accept(slots[rows].tolist(), token_ids[self.place(rows)].tolist())
 
     def biases(self, slots: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
         """Ids int64 and what is added to their logits, float32, of slots with BIASED."""
@@ -146,10 +143,6 @@ class SamplingState:
     def forbidden(self, slots: Iterable[int]) -> list[Tensor]:
         """Ids int64 that would end each of these slots with MASKED."""
         return [self._forbidden[slot] for slot in slots]
-
-    def constraint(self, slot: int) -> Constraint:
-        """Of a slot with CONSTRAINED. Its owner moves it on as tokens are kept."""
-        return self._constraints[slot]
 
 
 def _copy_entry(entries: dict[int, T], source: int, target: int) -> None:

@@ -18,6 +18,7 @@ from deepinfer.engine.sampling_state import DRAWN, RESIDUAL, SamplingState
 from deepinfer.engine.target import StepTarget
 from deepinfer.kernels.random_streams import accept_uniforms
 from deepinfer.speculation.calibration import Calibration
+from deepinfer.speculation.constraint import Masks
 from deepinfer.speculation.propose import Drafter, DraftLaw, Rule, draft_logprobs
 from deepinfer.speculation.selection import select_lengths
 from deepinfer.speculation.verify import Verdict, verify
@@ -100,16 +101,19 @@ class Speculator:
 
     # -- after it -------------------------------------------------------------------------------------------------
 
-    def verify(self, logits: Tensor, inputs: Tensor, rows: VerifyRows) -> tuple[Verdict, Whole]:
+    def verify(
+        self, logits: Tensor, inputs: Tensor, rows: VerifyRows, masks: Masks | None = None
+    ) -> tuple[Verdict, Whole]:
         """-> the verdict on every draw, and accepted drafts [draws] on the host. What was rejected is gone.
 
-        logits float32 [rows, vocab], raw; inputs int64: the tokens of the rows with drafts, which come first.
+        logits float32 [rows, vocab], raw; inputs int64: the tokens of the rows with drafts, which come first. masks: of
+        the rows that are constrained.
         """
         counts, place = rows.lengths + 1, self._sampling.place
         slots = np.repeat(rows.slots, counts)
         depths = np.arange(len(slots)) - np.repeat(rows.firsts, counts)
         positions = np.repeat(rows.positions, counts) + depths
-        target = StepTarget(logits, slots, positions, self._sampling, inputs=inputs, depths=depths)
+        target = StepTarget(logits, slots, positions, self._sampling, inputs=inputs, depths=depths, masks=masks)
         longest = int(rows.lengths.max())
         drafts = self._at(rows.slots, rows.positions[:, None] + 1 + np.arange(longest)).long()
         verdict = verify(

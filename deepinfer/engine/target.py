@@ -27,6 +27,8 @@ from deepinfer.engine.sampling_state import (
 from deepinfer.engine.truncation import truncate
 from deepinfer.kernels.argmax import argmax
 from deepinfer.kernels.random_streams import gumbel
+from deepinfer.kernels.select import constrain_rows
+from deepinfer.speculation.constraint import Masks
 from deepinfer.speculation.verify import residual_logprobs
 
 Whole = npt.NDArray[np.int64]
@@ -38,6 +40,7 @@ class StepTarget:
     logits float32 [rows, vocab], raw, not changed; slots [rows]: whose parameters hold; positions [rows]: of the last
     known token, the one before the token that is drawn. Rows of drafts: depths [rows] counts the drafts that a row
     stands behind, which are the inputs (int64 [rows], on the device) of the row itself and of the ones before it.
+    masks: what may follow in the rows that are constrained, one behind the other; None where there are none.
 
     A row's law depends on its own logits, parameters, history, drafts and position alone, and its token on its seed.
     """
@@ -51,8 +54,10 @@ class StepTarget:
         *,
         inputs: Tensor | None = None,
         depths: Whole | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self._slots, self._positions, self._state = slots, positions, state
+        self._masks = masks
         self._inputs, self._depths = inputs, np.zeros_like(slots) if depths is None else depths
         self._flags = state.flags[slots]
         self._wanted = int(np.bitwise_or.reduce(self._flags)) if slots.size else 0
@@ -168,9 +173,8 @@ class StepTarget:
         if masked.size:
             ban(z, state.place(masked), state.forbidden(slots[masked].tolist()))
         if constrained.size:
-            at = state.place(constrained)
-            allowed = self._allowed(constrained)
-            z.index_copy_(0, at, _constrain(z.index_select(0, at), logits.index_select(0, at), allowed))
+            assert self._masks is not None and len(self._masks) == constrained.size
+            constrain_rows(z, logits, state.place(constrained), state.place(self._masks))
         return z
 
     def _drafts_before(self, rows: Whole) -> tuple[Tensor, Tensor] | None:
@@ -181,22 +185,3 @@ class StepTarget:
         places = np.repeat(np.arange(len(rows)), depths)
         back = np.arange(len(places)) - np.repeat(depths.cumsum() - depths, depths)  # 0 = the row's own input
         return self._state.place(places), self._inputs.index_select(0, self._state.place(rows[places] - back))
-
-    def _allowed(self, rows: Whole) -> Tensor:
-        """What the constraints of these rows let follow, bool [n, vocab]. All rows of a sequence are among them."""
-        inputs = [] if self._inputs is None else self._inputs.cpu().tolist()
-        firsts = np.flatnonzero(self._depths[rows] == 0)
-        masks = []
-        for first, end in zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True):
-            path = inputs[int(rows[first]) + 1 : int(rows[end - 1]) + 1] if end - first > 1 else []
-            masks.append(self._state.constraint(int(self._slots[rows[first]])).masks(path))
-        return torch.cat(masks).to(self._state.device)
-
-
-def _constrain(z: Tensor, raw: Tensor, allowed: Tensor) -> Tensor:
-    """z where allowed, -inf elsewhere. A row that would lose all its tokens to bans and biases gives these up rather
-    than its constraint: it has the raw logits of what is allowed. All float32 or bool [n, vocab]."""
-    kept = z.masked_fill(~allowed, -torch.inf)
-    empty = (kept == -torch.inf).all(-1, keepdim=True)
-    least = torch.finfo(raw.dtype).min  # also a token that the model calls impossible
-    return torch.where(empty & allowed, raw.clamp(min=least), kept)

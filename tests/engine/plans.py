@@ -16,6 +16,7 @@ from deepinfer.cache.manager import CacheManager
 from deepinfer.config import EngineConfig
 from deepinfer.engine.plan import Admission, Fork, PromptScore, StepPlan
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.speculation.constraint import Masks
 
 MAX_LEN, SLOTS = 600, 6
 GREEDY = SamplingParams(temperature=0)
@@ -160,10 +161,16 @@ def alone(
     return first + host.generate(slot, len(prompt), count - 1)
 
 
+def bit_masks(allowed: Tensor) -> Masks:
+    """Bool [n, vocab] as constraints give it: int32 [n, (vocab + 31) // 32]."""
+    padded = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 32))
+    return (padded.view(len(allowed), -1, 32).long() << torch.arange(32)).sum(-1).to(torch.int32).numpy()
+
+
 @functools.cache
-def _allowed_by_state(vocab: int) -> Tensor:
-    """Bool [6, vocab]; the sixth state is behind a token that was not allowed."""
-    return torch.arange(vocab) % 5 != torch.arange(6)[:, None]
+def _allowed_by_state(vocab: int) -> Masks:
+    """Six rows; the last one is behind a token that was not allowed."""
+    return bit_masks(torch.arange(vocab) % 5 != torch.arange(6)[:, None])
 
 
 class Automaton:
@@ -174,7 +181,7 @@ class Automaton:
         self.allowed = _allowed_by_state(vocab)
         self.accepted: list[int] = []
 
-    def masks(self, path: Sequence[int]) -> Tensor:
+    def masks(self, path: Sequence[int]) -> Masks:
         state, rows = self.state, [self.state]
         for token in path:
             state = 5 if state == 5 or token % 5 == state else (state + token) % 5

@@ -111,7 +111,7 @@ def count_paths(params: SamplingParams, constrained: bool, budget: int | None, l
         slots = [
             host.admit(
                 PROMPT,
-                params,
+                params.with_changes(ignore_eos=True),  # id 1 is a token like any other here
                 seeds.getrandbits(64),
                 room=64,
                 reproducible=False,

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from plans import bit_masks
 from test_sampler import Row, admission, random_params
 
 from deepinfer.engine.sampler import choose
@@ -29,7 +30,7 @@ class NotTheLast:
         allowed[:, list(self.never)] = False
         for row, last in zip(allowed, [self.last, *path], strict=True):
             row[last] = False
-        return allowed
+        return bit_masks(allowed)
 
     def accept(self, token_ids) -> None:
         self.last = token_ids[-1]
@@ -54,7 +55,8 @@ def verify_rows(rows: list[Row], drafts: list[list[int]], logits: torch.Tensor, 
     inputs = torch.tensor([token for path in drafts for token in [59, *path]])
     slots = np.repeat(np.arange(len(rows)), counts)
     state = state_of(rows, constrained)
-    return StepTarget(logits, slots, positions, state, inputs=inputs, depths=depths)
+    masks = state.constraints.begin(range(len(rows)), drafts).result() if constrained else None
+    return StepTarget(logits, slots, positions, state, inputs=inputs, depths=depths, masks=masks)
 
 
 @pytest.mark.parametrize("constrained", [False, True], ids=["free", "constrained"])
@@ -82,7 +84,8 @@ def test_a_row_behind_drafts_draws_what_it_draws_when_they_were_said(constrained
                     at += 1  # behind a token that was not allowed: no row that counts
                     continue
                 state = state_of([said], constrained)
-                chosen = choose(logits[at : at + 1], np.array([0]), np.array([said.position]), state)
+                masks = state.constraints.begin([0], [[]]).result() if constrained else None
+                chosen = choose(logits[at : at + 1], np.array([0]), np.array([said.position]), state, masks)
                 assert chosen.valid.tolist() == [valid[at]]
                 assert not valid[at] or chosen.token_ids.tolist() == [ids[at]]
                 at += 1
@@ -124,6 +127,7 @@ def test_a_constraint_holds_where_bans_and_biases_leave_nothing_of_it() -> None:
         state = SamplingState(1, VOCAB, eos_token_ids=[1])
         never = tuple(i for i in range(VOCAB) if i != allowed)
         state.admit([admission(0, Row(params))._replace(constraint=NotTheLast(0, never))])
-        target = StepTarget(logits[:1], np.array([0]), np.array([0]), state)
+        masks = state.constraints.begin([0], [[]]).result()
+        target = StepTarget(logits[:1], np.array([0]), np.array([0]), state, masks=masks)
         assert target.finite().tolist() == [valid]
         assert not valid or target.draw().tolist() == [allowed]

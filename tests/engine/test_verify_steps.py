@@ -56,7 +56,7 @@ def test_tokens_are_those_without_drafts(right: float, constrained: bool) -> Non
         constraint = Automaton() if constrained else None
         assert tokens == alone(prompt, params, 20 + i, len(tokens), constraint=constraint)
         if constrained:
-            kept = host.runner.sampling.constraint(slots[i])
+            kept = host.runner.sampling.constraints.of(slots[i])
             assert isinstance(kept, Automaton) and kept.accepted == tokens
 
 
