@@ -6,6 +6,7 @@ events of an output, with the event that releases the last of its text. Tokens o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -37,3 +38,19 @@ class ToolEnd(NamedTuple):
 
 
 Event = Reasoning | Content | ToolStart | ToolArguments | ToolEnd
+
+
+def merged(events: Sequence[Event]) -> list[Event]:
+    """The same output in fewer events: neighbours that continue each other become one."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(last, Content) and isinstance(event, Content):
+            result[-1] = Content(last.text + event.text, last.tokens + event.tokens)
+        elif isinstance(last, Reasoning) and isinstance(event, Reasoning):
+            result[-1] = Reasoning(last.text + event.text, last.tokens + event.tokens)
+        elif isinstance(last, ToolArguments) and isinstance(event, ToolArguments) and last.call == event.call:
+            result[-1] = ToolArguments(last.call, last.text + event.text)
+        else:
+            result.append(event)
+    return result
