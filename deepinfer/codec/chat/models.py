@@ -20,6 +20,7 @@ from deepinfer.codec.fields import (
     TopLogprobs,
     TopP,
 )
+from deepinfer.codec.openai_models import ResponseFormat, StreamOptions
 
 
 class ImageUrl(Part):
@@ -99,25 +100,6 @@ class ToolChoiceObject(Part):
     type: str
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
-
-
-class JsonSchema(Part):
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Part):
-    type: str
-    json_schema: JsonSchema | None = None
-    regex: str | None = None
-
-
-class StreamOptions(Part):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class TemplateArguments(Part):

@@ -11,14 +11,13 @@ from deepinfer.codec.fields import (
     check_stream_options,
     common,
     ignored_fields,
-    json_schema_format,
     one_format,
     refuse,
-    short,
     structured_formats,
     thinking_and_effort,
 )
 from deepinfer.codec.generation import GenerationRequest
+from deepinfer.codec.openai_models import response_format
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prediction", "verbosity", "modalities")
 REFUSED = {
@@ -81,29 +80,8 @@ def _thinking(body: ChatRequest) -> tuple[bool, int]:
 
 
 def _format(body: ChatRequest) -> Format | None:
-    formats = structured_formats(body)
-    given = body.response_format
-    if given is not None and given.type != "text":
-        formats.insert(0, _response_format(body))
-    return one_format(formats)
-
-
-def _response_format(body: ChatRequest) -> Format:
-    given = body.response_format
-    assert given is not None
-    param = "response_format"
-    if given.type == "json_object":
-        return Format("json_object", None, True, param)
-    if given.type == "json_schema":
-        if given.json_schema is None:
-            raise RequestError(f"{param}.json_schema: is required", param=f"{param}.json_schema")
-        return json_schema_format(given.json_schema.schema_, f"{param}.json_schema.schema")
-    if given.type == "regex":
-        if given.regex is None:
-            raise RequestError(f"{param}.regex: is required", param=f"{param}.regex")
-        return Format("regex", given.regex, False, f"{param}.regex")
-    message = f"{param}.type: must be text, json_object, json_schema or regex, got {short(given.type)}"
-    raise RequestError(message, param=f"{param}.type")
+    formats = [response_format(body.response_format), *structured_formats(body)]
+    return one_format([one for one in formats if one is not None])
 
 
 def _max_tokens(body: ChatRequest) -> int | None:

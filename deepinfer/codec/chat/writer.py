@@ -61,11 +61,11 @@ class ChatStream:
             self._chunks.add(len(event.tokens))
             payload = b'"delta":{"content":' + _text(event.text) + b"}"
             if self._top is None:
-                return self._chunks.piece(index, payload)
+                return self._chunks.piece(index, payload) if event.text else b""
             return self._chunks.choice(index, payload, _text(_logprobs(event, logprobs, self._top, self._token_bytes)))
         if isinstance(event, Reasoning):
             self._chunks.add(len(event.tokens), len(event.tokens))
-            if not self._show_reasoning:
+            if not self._show_reasoning or not event.text:
                 return b""
             return self._chunks.piece(index, b'"delta":{"reasoning_content":' + _text(event.text) + b"}")
         if isinstance(event, ToolEnd):

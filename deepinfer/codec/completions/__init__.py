@@ -1,0 +1,1 @@
+"""The older Completions protocol: plain prompts in, plain text out."""
