@@ -1,0 +1,219 @@
+"""One line of JSON per request, and the request's id in every answer.
+
+`AccessLog` is the outermost middleware. It puts a `RequestRecord` into `scope["state"]["record"]`; routes fill in what
+only they know, `record_of(request.scope)` gets it. The text of prompts and answers is in no line unless the log was
+made with `with_text=True`, and then only where a route gave it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from deepinfer.codec.errors import RequestError
+from deepinfer.codec.generation import Usage
+from deepinfer.server.asgi import App, Message, Receive, Scope, Send, header
+from deepinfer.server.keys import Principal
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_SHOWN_PATH = 256  # characters
+CLIENT_LEFT = 499  # the status in the log where a client left before its answer began
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Asked every few seconds by machines: a line only where they fail."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """What the log will say. A field that stays None is not in the line."""
+
+    request_id: str
+    """Echoed as x-request-id: the client's own where it is 1 to 128 of letters, digits and ._:/+=@-, so not unique."""
+    method: str
+    path: str
+    arrival: float
+    """Seconds, time.monotonic."""
+    tenant: str | None = None
+    key_id: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    usage: Usage | None = None
+    finish: str | None = None
+    """Reason of the (first) completion; "error" for an answer that failed on its way."""
+    error: str | None = None
+    """Code or kind of the error that was answered."""
+    ignored: list[str] | None = None
+    """Fields without effect."""
+    replayed: bool | None = None
+    """The answer is that of an earlier request with the same idempotency key."""
+    engine_id: str | None = None
+    """Of the request in the engine's own log."""
+    prompt: str | None = None
+    answer: str | None = None
+    first_token: float | None = None
+    """Seconds, time.monotonic."""
+    status: int | None = None
+    sent: int = 0
+    """Bytes of the body."""
+    disconnected: bool = False
+    extra: dict[str, object] = field(default_factory=dict)
+
+    def identify(self, principal: Principal) -> None:
+        self.tenant, self.key_id = principal.tenant or None, principal.key_id or None
+
+    def saw_first_token(self) -> None:
+        """Further calls do nothing."""
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+
+    def line(self, now: float, with_text: bool) -> bytes:
+        """now: seconds, time.monotonic. Ends with a line feed and holds no other."""
+        ttft = None if self.first_token is None else self.first_token - self.arrival
+        values: dict[str, object] = {
+            "time": round(time.time(), 3),
+            "request_id": self.request_id,
+            "engine_id": self.engine_id,
+            "tenant": self.tenant,
+            "key": self.key_id,
+            "method": self.method,
+            "path": self.path[:_SHOWN_PATH],
+            "status": self.status,
+            "model": self.model,
+            "stream": self.stream,
+            "finish": self.finish,
+            "error": self.error,
+            "ttft_ms": None if ttft is None else round(ttft * 1000, 1),
+            "duration_ms": round((now - self.arrival) * 1000, 1),
+            "bytes": self.sent,
+            "disconnected": self.disconnected or None,
+            "replayed": self.replayed,
+            "ignored": self.ignored or None,
+        }
+        if self.usage is not None:
+            values |= self.usage._asdict()
+        values |= self.extra
+        if with_text:
+            values |= {"prompt": self.prompt, "answer": self.answer}
+        shown = {name: value for name, value in values.items() if value is not None}
+        return json.dumps(shown, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    record: RequestRecord = scope["state"]["record"]
+    return record
+
+
+def note_error(scope: Scope, error: RequestError) -> None:
+    """The line will name `error`. Without a record (no AccessLog outside) it does nothing."""
+    record = scope.get("state", {}).get("record")
+    if record is not None:
+        record.error = error.code or error.kind
+
+
+class AccessLog:
+    """The middleware. write: takes a line; it must not block (`LogWriter.write` does not). None = no lines, but ids
+    and records all the same.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        write: Callable[[bytes], object] | None,
+        *,
+        with_text: bool = False,
+        quiet_paths: Iterable[str] = QUIET_PATHS,
+    ) -> None:
+        self._app = app
+        self._write = write
+        self._with_text = with_text
+        self._quiet_paths = frozenset(quiet_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = header(scope, b"x-request-id")
+        request_id = given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(
+            request_id=request_id, method=scope["method"], path=scope["path"], arrival=time.monotonic()
+        )
+        scope.setdefault("state", {})["record"] = record
+        ids = [(b"x-request-id", request_id.encode())]
+        if scope["path"].startswith("/v1/messages"):
+            ids.append((b"request-id", request_id.encode()))  # where Anthropic's clients look
+        complete = False
+
+        async def noting_receive() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not complete:
+                record.disconnected = True
+            return message
+
+        async def noting_send(message: Message) -> None:
+            nonlocal complete
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *ids]
+            else:
+                record.sent += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, noting_receive, noting_send)
+        except Exception:
+            record.status, record.error = record.status or 500, record.error or "exception"
+            raise
+        finally:
+            if record.status is None:
+                record.status = CLIENT_LEFT
+            if self._write is not None and (record.path not in self._quiet_paths or record.status >= 400):
+                self._write(record.line(time.monotonic(), self._with_text))
+
+
+class LogWriter:
+    """Writes lines in a thread of its own: a full pipe must not stop the event loop. When `max_lines` wait already, a
+    line is dropped, and how many were is written as soon as there is room.
+    """
+
+    def __init__(self, file: BinaryIO, max_lines: int = 10_000) -> None:
+        self._file = file
+        self._lines: queue.Queue[bytes | None] = queue.Queue(max_lines)
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: bytes) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Writes what waits, for at most `timeout` seconds."""
+        try:
+            self._lines.put(None, timeout=timeout)
+        except queue.Full:
+            return
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        told = 0
+        while (line := self._lines.get()) is not None:
+            if self.dropped > told:
+                line += json.dumps({"dropped_lines": self.dropped - told}).encode() + b"\n"
+                told = self.dropped
+            try:
+                self._file.write(line)
+                if self._lines.empty():
+                    self._file.flush()
+            except (OSError, ValueError):  # the disk is full, the pipe is closed: serving goes on
+                self.dropped += 1
+        with contextlib.suppress(OSError, ValueError):
+            self._file.flush()
