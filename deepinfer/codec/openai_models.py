@@ -9,6 +9,7 @@ from pydantic import Field
 from deepinfer.codec.conversation import Format
 from deepinfer.codec.errors import RequestError
 from deepinfer.codec.fields import Part, json_schema_format, short
+from deepinfer.codec.structural_tag import TagStructure, structural_tag_grammar
 
 
 class StreamOptions(Part):
@@ -28,6 +29,8 @@ class ResponseFormat(Part):
     type: str
     json_schema: JsonSchema | None = None
     regex: str | None = None
+    structures: list[TagStructure] | None = None
+    triggers: list[str] | None = None
 
 
 def response_format(given: ResponseFormat | None, param: str = "response_format") -> Format | None:
@@ -47,5 +50,7 @@ def response_format(given: ResponseFormat | None, param: str = "response_format"
         if given.regex is None:
             raise RequestError(f"{param}.regex: is required", param=f"{param}.regex")
         return Format("regex", given.regex, False, f"{param}.regex")
-    message = f"{param}.type: must be text, json_object, json_schema or regex, got {short(given.type)}"
-    raise RequestError(message, param=f"{param}.type")
+    if given.type == "structural_tag":
+        return Format("ebnf", structural_tag_grammar(given.structures, given.triggers, param), False, param)
+    kinds = "text, json_object, json_schema, regex or structural_tag"
+    raise RequestError(f"{param}.type: must be {kinds}, got {short(given.type)}", param=f"{param}.type")
