@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tokenizers
 
+from deepinfer.codec import pieces
 from deepinfer.codec.detokenizer import Detokenizer, byte_alphabet
 
 
@@ -67,14 +68,18 @@ class Tokenizer:
         add_bos puts the begin token in front, unless the string already starts with its spelling. For text that came
         from somebody else use `encode_text`. ValueError for a lone surrogate.
         """
-        ids = self._full.encode(_unicode(text), add_special_tokens=False).ids
+        ids = _encode(self._full, [text])[0]
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             return [self.bos_token_id, *ids]
-        return list(ids)
+        return ids
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of untrusted text: never a control token, whatever it spells. ValueError for a lone surrogate."""
-        return list(self._plain.encode(_unicode(text), add_special_tokens=False).ids)
+        return _encode(self._plain, [text])[0]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_text` of each, in the library's threads; other Python threads run meanwhile."""
+        return _encode(self._plain, texts)
 
     def control_id(self, spelling: str) -> int:
         """Id of a control token; ValueError if this tokenizer does not have it."""
@@ -94,6 +99,21 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that an id stands for; empty for an id without a token (the model's vocabulary may be padded)."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    @cached_property
+    def can_be_cut(self) -> bool:
+        """Whether long texts may be encoded in pieces (pieces.py)."""
+        return pieces.can_be_cut(self._definition)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: n bytes of text are at least n / longest_token tokens."""
+        return max(map(len, self._bytes))
+
+    def warm_up(self) -> None:
+        """Builds what is otherwise built by the first request, which takes about a second at 128,000 tokens."""
+        self.encode_text("")
+        self.token_bytes(0)
 
     @cached_property
     def _bytes(self) -> list[bytes]:
@@ -127,6 +147,12 @@ def _require_byte_level(path: Path, definition: dict) -> None:
             f"{path}: needs a BPE model with a ByteLevel decoder, "
             f"got model {definition.get('model', {}).get('type')!r} and decoder {kinds!r}"
         )
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    # Of the library's ways to encode only this one lets go of the interpreter, and it is the fastest: no offsets.
+    encodings = tokenizer.encode_batch_fast([_unicode(text) for text in texts], add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def _unicode(text: str) -> str:
