@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from deepinfer.engine.admission import check_request, check_token_ids
 from deepinfer.engine.blocked import Condition
 from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.errors import EngineStepError, InvalidRequestError
+from deepinfer.engine.grammars import GrammarCondition, Grammars
 from deepinfer.engine.loop import Loop, OverlappedLoop, PlainLoop
 from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.meter import StepMeter
@@ -37,11 +39,20 @@ from deepinfer.speculation.planner import DraftPlanner
 logger = logging.getLogger(__name__)
 
 
+class Refusal(NamedTuple):
+    """A request that passed the door and turned out to be one that cannot be served. Nothing is left of it."""
+
+    number: int
+    request_id: str
+    error: InvalidRequestError
+
+
 class EngineCore:
     """Not thread-safe: one owner calls add, abort and step in turn.
 
     runner: what computes a plan (engine/runner.py). refused_ids: token ids that no prompt may hold, with the reason.
-    planner: says how many drafts a step verifies; None = one that knows no costs. clock: seconds, monotonic.
+    planner: says how many drafts a step verifies; None = one that knows no costs. grammars: compile structured output;
+    None = none is had. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -56,6 +67,7 @@ class EngineCore:
         namespace: Callable[[str], bytes] = lambda salt: salt.encode(),
         planner: DraftPlanner | None = None,
         drafting: tuple[str, ...] = (),
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -63,6 +75,7 @@ class EngineCore:
         self.manager = manager
         self.scheduler = Scheduler(config, manager, self._stop_ids, planner=planner)
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.grammars = grammars or Grammars(None)
         self.meter = StepMeter(self.scheduler, clock)
         self.loop: Loop = OverlappedLoop(runner) if config.overlap else PlainLoop(runner)
         self._vocab_size = vocab_size
@@ -74,12 +87,14 @@ class EngineCore:
         self._draining = False
         self._ended: list[tuple[int, int, FinishReason]] = []  # number, index: ends that no settled step brings
         self._events: list[SequenceEvent] = []
+        self._refused: list[Refusal] = []
 
     # -- the door -------------------------------------------------------------------------------------------------
 
     def check(self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams) -> int:
         """Raises InvalidRequestError, or returns how many tokens the request may generate."""
         self.check_ids("prompt_token_ids", prompt_token_ids)
+        self.grammars.check(params)
         return check_request(len(prompt_token_ids), params, self.config, self._vocab_size, self.eos_token_ids)
 
     def check_ids(self, field: str, token_ids: Sequence[int] | np.ndarray) -> None:
@@ -96,6 +111,9 @@ class EngineCore:
         if request.number in self._requests:
             raise InvalidRequestError("number", f"{request.number} is already in use")
         prompt = request.prompt_token_ids
+        conditions = list(blocked_on)
+        if (grammar := self.grammars.begin(request.params)) is not None:
+            conditions.append(GrammarCondition(grammar))
         chain = HashChain(self._namespace(request.salt))
         if self.scheduler.prefixes.enabled:
             chain.extend(prompt)
@@ -113,7 +131,8 @@ class EngineCore:
                     chain=chain if index == 0 else chain.copy(),
                     token_ids=prompt,
                     siblings=sequences,
-                    conditions=list(blocked_on) if index == 0 else [],
+                    conditions=conditions if index == 0 else [],
+                    grammar=grammar,
                     status=Status.FORKING,
                 )
             )
@@ -140,8 +159,7 @@ class EngineCore:
         plan = self.scheduler.schedule(now)
         schedule_seconds = time.perf_counter() - begin
         for sequence, error in self.scheduler.take_failed():
-            logger.warning("request %r cannot start: %s", sequence.request.request_id, error)
-            self._end(sequence.request.number, FinishReason.ERROR)
+            self._end_failed(sequence, error)
         if plan is not None:
             self._note_start(plan, now)
         settled = self.loop.turn(plan)
@@ -162,8 +180,14 @@ class EngineCore:
             self.meter.pause()
         return output
 
+    def take_refused(self) -> list[Refusal]:
+        """Requests that were refused since the last call, after they had been let in."""
+        refused, self._refused = self._refused, []
+        return refused
+
     def stats(self) -> EngineStats:
         """Counters of all steps so far, and how things stand now."""
+        self.meter.totals.add_compiles(*self.grammars.take_counts())
         self.meter.take_levels(self.meter.totals.totals)
         return self.meter.totals
 
@@ -214,6 +238,16 @@ class EngineCore:
                 self.scheduler.finish(sequence)
                 self._ended.append((number, sequence.index, reason))
         self._forget(number)
+
+    def _end_failed(self, sequence: Seq, error: Exception) -> None:
+        """It can never start. Where that is the request's own fault its owner is to hear so, and of nothing else."""
+        request = sequence.request
+        logger.warning("request %r cannot start: %s", request.request_id, error)
+        if isinstance(error, InvalidRequestError):
+            self.abort(request.number)
+            self._refused.append(Refusal(request.number, request.request_id, error))
+        else:
+            self._end(request.number, FinishReason.ERROR)
 
     def _pass_on(self, sequence: Seq) -> None:
         """A completion that ends before its prompt is computed leaves the prompt to the next one that waits for it."""

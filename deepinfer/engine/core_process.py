@@ -269,6 +269,9 @@ class CoreProcess:
         now = self._clock()
         self._health.stepped(now)
         self._failures = 0
+        for refusal in self.core.take_refused():
+            if (route := self._routes.take(refusal.number)) is not None:
+                self._refuse(*route, refusal.error.field, refusal.error.message)
         nothing = not len(output) and not output.events and now - began < 0.0002
         self._fruitless = self._fruitless + 1 if nothing else 0
         self._deliver(output)

@@ -70,6 +70,14 @@ class Routes:
             del self._routes[number]
             del self._clients[route.client][route.number]
 
+    def take(self, number: int) -> tuple[bytes, int] | None:
+        """Forgets a request -> whose it was and the client's number of it; None if it has ended."""
+        route = self._routes.get(number)
+        if route is None:
+            return None
+        self.end(number)
+        return route.client, route.number
+
     def take_all(self) -> dict[bytes, list[int]]:
         """Forgets every request -> by client, its own numbers of them."""
         taken = {client: list(numbers) for client, numbers in self._clients.items() if numbers}

@@ -151,6 +151,8 @@ class Engine:
             raise
         begin = time.perf_counter()
         deltas, aborts = self.outputs.process(output)
+        for refusal in self.core.take_refused():
+            deltas += self.outputs.end(refusal.request_id, FinishReason.ERROR)
         self.core.meter.add_output(time.perf_counter() - begin)
         for number, index in aborts:
             self.core.abort(number, index)

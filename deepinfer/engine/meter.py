@@ -53,7 +53,7 @@ class StepMeter:
         step.decoder_rows_skipped = int(np.clip(plan.keep_from - plan.starts, 0, plan.lengths).sum())
         step.decoder_rows_kept = step.num_tokens - step.decoder_rows_skipped
         step.generated_tokens = int((output.token_ids != NO_TOKEN).sum())
-        step.corrupted = int((~result.valid).sum())
+        step.corrupted, step.fsm_errors = result.num_failed - result.num_stuck, result.num_stuck
         step.prompt_tokens, step.prompt_tokens_cached = self._scheduler.prefills.take_admitted()
         step.schedule_seconds, step.settle_seconds = schedule_seconds, settle_seconds
         step.prepare_seconds = result.prepare_seconds

@@ -103,4 +103,6 @@ class StepResult:
     device_seconds: float = 0.0  # from the step's start on the device to its end
     prepare_seconds: float = 0.0  # of them, until the forward pass: edits, new sequences, the batch
     idle_seconds: float = 0.0  # before its start, while the device had nothing to do
+    num_failed: int = 0  # set when it is settled: sequences that ended for a draw that meant nothing
+    num_stuck: int = 0  # of them, those whose constraint let nothing follow
     error: BaseException | None = None

@@ -17,6 +17,7 @@ from deepinfer.engine.prefix_planner import PrefixPlanner
 from deepinfer.engine.queue_policy import QueuePolicy
 from deepinfer.engine.sequence import Sequence, Status
 from deepinfer.engine.table import SequenceTable
+from deepinfer.speculation.constraint import Constraint
 
 
 class Prefills:
@@ -50,8 +51,10 @@ class Prefills:
         admitted, self._admitted = self._admitted, (0, 0)
         return admitted
 
-    def start(self, sequence: Sequence, hit: PrefixHit, reserve: int, builder: PlanBuilder) -> None:
-        """A slot, blocks for `reserve` tokens, and what the cache has of the prompt."""
+    def start(
+        self, sequence: Sequence, hit: PrefixHit, reserve: int, constraint: Constraint | None, builder: PlanBuilder
+    ) -> None:
+        """A slot, blocks for `reserve` tokens, and what the cache has of the prompt. constraint: its own."""
         slot = self._manager.open()
         request, table = sequence.request, self._table
         table.occupy(
@@ -86,6 +89,7 @@ class Prefills:
                 sequence.seed,
                 limit=sequence.limit,
                 reproducible=self._all_reproducible or request.params.seq_seed is not None,
+                constraint=constraint,
             )
         )
         self._run(sequence, slot, Status.PREFILL)

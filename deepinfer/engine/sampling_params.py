@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from deepinfer.engine.errors import InvalidRequestError
+from deepinfer.engine.structured_output import check_structure, enforced, schema_text
+from deepinfer.grammar.structure import Structure
 
 MAX_LOGPROBS = 1000  # per token; a reply of 4,096 tokens with 1,000 alternatives each is already 4 million entries
 MAX_STOP_STRINGS = 64
@@ -13,19 +15,13 @@ MAX_LOGIT_BIAS = 100.0  # the range of the OpenAI protocol; -inf forbids an id o
 SEED_LIMIT = 1 << 64
 INTEGER_LIMIT = 1 << 31  # of whole numbers without another bound: they must fit the engine's int32 tables
 
-_NOT_BUILT = {
-    "json_schema": "structured output is not built yet; leave it None and check the text yourself",
-    "regex": "structured output is not built yet; leave it None and check the text yourself",
-    "ebnf": "structured output is not built yet; leave it None and check the text yourself",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose the next token, when to stop, and what to report. Raises InvalidRequestError naming the field.
 
     The order of the steps (spec/dspark.md section 10): float32 copy of the logits, logit_bias, repetition penalty,
-    presence and frequency penalties, min_tokens mask, temperature, min_p, top_k, top_p, draw.
+    presence and frequency penalties, min_tokens mask, structure, temperature, min_p, top_k, top_p, draw.
     """
 
     n: int = 1
@@ -74,8 +70,17 @@ class SamplingParams:
     """Seconds from submission by which the first token must come: a request that still waits and cannot make it is
     dropped with reason "deadline" and costs nothing. Once its computation has begun it runs on."""
     json_schema: Any = None
+    """The output is a JSON text that this schema allows: a dict, True (any JSON), or the schema's own text.
+
+    Of json_schema, regex, ebnf and structure at most one. The output may end only where it is whole, but max_tokens, a
+    stop string or a stop token may cut it short. Where logit_bias or min_tokens forbid all that may follow they give
+    way."""
     regex: str | None = None
+    """The output matches this pattern as a whole (Rust's regex syntax)."""
     ebnf: str | None = None
+    """The output is a sentence of this grammar: GBNF with the rule `root`, or Lark with the rule `start`."""
+    structure: Structure | None = None
+    """What is enforced on content and calls, behind <think> or not: what a server asks for."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the class is frozen; this is the one place that normalises its fields
@@ -85,12 +90,18 @@ class SamplingParams:
             raise InvalidRequestError("logit_bias", f"must map token ids to numbers, got {self.logit_bias!r}")
         put(self, "logit_bias", dict(self.logit_bias))
         put(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        put(self, "json_schema", schema_text(self.json_schema))
         _check(self)
 
     @property
     def greedy(self) -> bool:
         """True if tokens are chosen by argmax and no noise is drawn."""
         return self.temperature == 0
+
+    @property
+    def enforced(self) -> Structure | None:
+        """What the output must be, whichever field asks for it; None = anything."""
+        return enforced(self)
 
     @property
     def penalised(self) -> bool:
@@ -113,9 +124,6 @@ class SamplingParams:
 
 def _check(p: SamplingParams) -> None:
     """The one place where ranges stand."""
-    for name, advice in _NOT_BUILT.items():
-        if getattr(p, name) is not None:
-            raise InvalidRequestError(name, advice)
     _integer("n", p.n, 1, 1024)
     _number("temperature", p.temperature, 0, 100)
     _integer("top_k", p.top_k, 0, None, "a whole number >= 1, or 0 or -1 for all")
@@ -156,6 +164,7 @@ def _check(p: SamplingParams) -> None:
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
         if not isinstance(getattr(p, name), bool):
             raise InvalidRequestError(name, f"must be True or False, got {getattr(p, name)!r}")
+    check_structure(p)
 
 
 def _tuple(name: str, value: Any) -> tuple:

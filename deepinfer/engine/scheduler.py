@@ -63,7 +63,7 @@ class Scheduler:
         self.planner = planner
         self._draft_room = None if planner is None else DraftRoom(config.drafts, manager, self.table, planner)
         self.by_slot: list[Sequence | None] = [None] * config.max_num_seqs
-        self.failed: list[tuple[Sequence, Exception]] = []  # whose condition can never hold; taken by the core
+        self.failed: list[tuple[Sequence, Exception]] = []  # that can never start; taken by the core
         self._preempted: list[Sequence] = []  # taken by the core
         self.num_recomputed = self.num_offloaded = 0  # preemptions
         self._decoding = np.empty(0, np.int64)  # slots of running sequences in DECODE, by order
@@ -173,7 +173,12 @@ class Scheduler:
             if not self._fits(sequence, hit):
                 sequence.waits_for = "room"
                 break
-            self.prefills.start(sequence, hit, self._tokens_to_reserve(sequence), builder)
+            try:
+                constraint = sequence.new_constraint()
+            except Exception as error:
+                self.failed.append((sequence, error))  # as above: before the queue is walked again it is gone
+                continue
+            self.prefills.start(sequence, hit, self._tokens_to_reserve(sequence), constraint, builder)
             started.append(sequence)
             self.prefixes.start(sequence, hit, islice(self.waiting.candidates(now), LOOK_AHEAD))
             self.prefills.advance(sequence, builder)
@@ -181,7 +186,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def take_failed(self) -> list[tuple[Sequence, Exception]]:
-        """Waiting sequences whose condition can never hold, and why. The caller ends them."""
+        """Waiting sequences that can never start, and why. The caller ends them."""
         failed, self.failed = self.failed, []
         return failed
 

@@ -13,8 +13,10 @@ from deepinfer.cache.prefix import COLD, PrefixHit
 
 if TYPE_CHECKING:
     from deepinfer.engine.blocked import Condition
+    from deepinfer.engine.grammars import Grammar
     from deepinfer.engine.messages import EngineRequest
     from deepinfer.engine.sampling_params import SamplingParams
+    from deepinfer.speculation.constraint import Constraint
 
 
 class Status(Enum):
@@ -44,6 +46,7 @@ class Sequence:
     token_ids: np.ndarray  # int32: known tokens while it has no slot; the table's row has them while it does
     siblings: list[Sequence]  # all completions of the request, itself too
     conditions: list[Condition] = field(default_factory=list)  # what it still waits for
+    grammar: Grammar | None = None  # what its output must be; compiled when no condition is left
     status: Status = Status.WAITING
     slot: int | None = None
     hit: PrefixHit = COLD  # what the cache gave at admission
@@ -69,6 +72,14 @@ class Sequence:
     def order(self) -> tuple[int, int, int]:
         """Who runs first: priority, then arrival. The largest order is the youngest, which preemption takes."""
         return (self.request.params.priority, self.request.number, self.index)
+
+    def new_constraint(self) -> Constraint | None:
+        """Of a sequence without a slot: a constraint behind the output that it has already, None if it has none. Raises
+        what the grammar raises."""
+        if self.grammar is None:
+            return None
+        output = self.token_ids[len(self.request.prompt_token_ids) :]
+        return self.grammar.prototype.result().start(output.tolist())
 
     @property
     def scores_prompt(self) -> bool:

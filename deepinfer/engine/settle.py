@@ -11,7 +11,7 @@ import numpy as np
 
 from deepinfer.engine.plan import StepPlan, StepResult
 from deepinfer.engine.scheduler import Scheduler
-from deepinfer.engine.settle_runs import Settled, finish_codes, settle_runs
+from deepinfer.engine.settle_runs import ERROR, Settled, finish_codes, settle_runs
 from deepinfer.engine.step_output import NO_TOKEN, PromptScores, StepOutput
 
 
@@ -38,6 +38,10 @@ def settle(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> StepOutp
         ],
         rounds=settled.rounds,
     )
+    failed = settled.slots[settled.finish == ERROR]
+    result.num_failed = len(failed)
+    if result.stuck is not None:
+        result.num_stuck = int(np.isin(failed, plan.draw_slots[result.stuck]).sum())
     for slot in settled.slots[settled.finish > 0].tolist():
         sequence = scheduler.by_slot[slot]
         assert sequence is not None

@@ -17,7 +17,7 @@ from deepinfer.engine.messages import EngineRequest, decode_array, decode_reques
 from deepinfer.engine.step_output import StepOutput
 from deepinfer.metrics import EngineStats
 
-PROTOCOL = 2
+PROTOCOL = 3
 VERSION = b"deepinfer-engine/%d" % PROTOCOL
 BEAT_SECONDS = 0.25  # both sides say that they live this often,
 SILENCE_SECONDS = 1.5  # and who was silent for this long is gone: noticed within two seconds, a beat and more to spare

@@ -58,6 +58,9 @@ STEP_METRICS = (
     Metric("admission_rejections", "counter", "Requests refused at the door.", "reason", "admission_rejections"),
     Metric("corrupted_requests", "counter", "Sequences ended for logits that were not finite.",
            vllm="corrupted_requests"),
+    Metric("grammar_compile_seconds", "histogram", "Time until a grammar was compiled, or refused."),
+    Metric("grammar_cache", "counter", "Requests with a grammar, by whether it was compiled already.", "result"),
+    Metric("fsm_errors", "counter", "Sequences ended because their grammar let nothing follow."),
 )  # fmt: skip
 """Filled from EngineStats."""
 

@@ -13,6 +13,7 @@ TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5
 REQUEST_SECONDS = (*FIRST_TOKEN_SECONDS, 120.0, 300.0, 600.0, 1800.0)  # whole answers take longer than first tokens
 STEP_SECONDS = (0.0005, 0.001, *TOKEN_GAP_SECONDS)  # a tiny model's step is faster than any token gap worth a bucket
 PHASE_SECONDS = (5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 8e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+COMPILE_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
 
 

@@ -190,6 +190,9 @@ def _step_values(stats: EngineStats) -> dict[str, Values]:
         "last_step_age_seconds": {"": stats.last_step_age},
         "admission_rejections": dict(stats.rejections),
         "corrupted_requests": {"": now.corrupted},
+        "grammar_compile_seconds": {"": stats.grammar_compile_seconds},
+        "grammar_cache": dict(stats.grammar_cache),
+        "fsm_errors": {"": now.fsm_errors},
     }
 
 

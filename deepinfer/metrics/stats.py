@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from deepinfer.metrics.drafts import DraftStats
-from deepinfer.metrics.histogram import PHASE_SECONDS, STEP_SECONDS, TOKENS, Histogram
+from deepinfer.metrics.histogram import COMPILE_SECONDS, PHASE_SECONDS, STEP_SECONDS, TOKENS, Histogram
 
 PHASES = ("schedule", "prepare", "settle", "output")
 """What the host does in a step: choose, build the input, take in the results, hand them on."""
@@ -53,6 +53,8 @@ class StepStats:
     preemptions_offload: int = 0
     corrupted: int = 0
     """Sequences ended because their logits were not finite."""
+    fsm_errors: int = 0
+    """Sequences ended because their grammar let nothing follow, or its matcher failed."""
     schedule_seconds: float = 0.0
     prepare_seconds: float = 0.0
     settle_seconds: float = 0.0
@@ -126,6 +128,9 @@ class EngineStats:
     step_seconds: dict[str, Histogram] = field(default_factory=_by_kind)
     phase_seconds: dict[str, Histogram] = field(default_factory=_by_phase)
     drafts: DraftStats = field(default_factory=DraftStats)
+    grammar_compile_seconds: Histogram = field(default_factory=lambda: Histogram(COMPILE_SECONDS))
+    grammar_cache: dict[str, int] = field(default_factory=lambda: {"hit": 0, "miss": 0})
+    """Requests with a grammar, by whether it was compiled already."""
     rejections: dict[str, int] = field(default_factory=dict)
     """Requests refused at the door, by reason: the field that was wrong, "draining", "malformed"."""
     last_step_age: float = 0.0
@@ -156,6 +161,13 @@ class EngineStats:
         """Time that a step's results took on their way out, known only after the step was added."""
         self.totals.output_seconds += seconds
         self.phase_seconds["output"].observe(seconds)
+
+    def add_compiles(self, seconds: list[float], hits: int, misses: int) -> None:
+        """Grammars were compiled in so many seconds each, and found, or not found, in the cache."""
+        for value in seconds:
+            self.grammar_compile_seconds.observe(value)
+        self.grammar_cache["hit"] += hits
+        self.grammar_cache["miss"] += misses
 
     def reject(self, reason: str) -> None:
         """Counts a request that was refused."""

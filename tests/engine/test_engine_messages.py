@@ -25,6 +25,7 @@ from deepinfer.engine.step_output import (
     encode,
 )
 from deepinfer.engine.stop import FinishReason
+from deepinfer.grammar.structure import Grammar, Structure, ToolGrammar
 
 
 def rounds(*numbers: int) -> Rounds:
@@ -70,10 +71,30 @@ def request(params: SamplingParams | None = None, ids=(3, 4), **fields) -> Engin
             "deadline": st.floats(0, 1e9, exclude_min=True) | st.none(),
             "ttft_deadline": st.integers(1, 10**9) | st.none(),
             "ignore_eos": st.booleans(),
+            "asked": st.sampled_from(
+                [
+                    {"json_schema": {"type": "object", "properties": {"n": {"maximum": 1 << 80, "const": 0.5}}}},
+                    {"json_schema": False},
+                    {"regex": "[ä-ö]+"},
+                    {
+                        "structure": Structure(
+                            content=Grammar("choice", '["a"]'),
+                            tools=(ToolGrammar("f", "{}", True), ToolGrammar("g")),
+                            tool_mode="auto",
+                            thinking=True,
+                            thinking_budget=7,
+                            prefix="{",
+                        )
+                    },
+                ]
+            ),
         },
     )
 )
 def test_any_parameters_that_can_be_made_arrive_equal(fields) -> None:
+    fields |= fields.pop("asked", {})
+    if "structure" in fields or "json_schema" in fields or "regex" in fields:
+        fields.pop("ignore_eos", None)
     params = SamplingParams(**fields)
     arrived = decode_request(encode_request(request(params))).params
     assert arrived == params

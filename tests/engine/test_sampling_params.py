@@ -8,6 +8,7 @@ import pytest
 
 from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.grammar.structure import Grammar, Structure
 
 WRONG = [
     ("n", 0), ("n", 1.5), ("n", True),
@@ -23,7 +24,10 @@ WRONG = [
     ("priority", 1 << 40), ("max_tokens", 10**30), ("stop_token_ids", [1 << 31]), ("stop", "a\ud800"),
     ("deadline", 0), ("deadline", math.inf), ("deadline", 10**400), ("ttft_deadline", 0), ("ttft_deadline", "soon"),
     ("ignore_eos", 1), ("skip_special_tokens", "no"),
-    ("json_schema", {}), ("regex", "a*"), ("ebnf", "root ::= x"),
+    ("json_schema", 5), ("json_schema", {"enum": [math.nan]}), ("json_schema", {"enum": [{1}]}),
+    ("json_schema", {"pattern": "\ud800"}), ("json_schema", '"' * 300_000), ("json_schema", "[" * 100),
+    ("regex", b"a*"), ("regex", "a" * 10_000), ("regex", "\ud800"), ("ebnf", ["root ::= x"]), ("ebnf", "(" * 100),
+    ("structure", {"tool_mode": "auto"}), ("structure", Structure(tool_mode="required")),
 ]  # fmt: skip
 
 
@@ -38,8 +42,42 @@ def test_wrong_value_names_its_field(field: str, value: object) -> None:
 def test_message_says_what_is_accepted() -> None:
     with pytest.raises(InvalidRequestError, match=r"temperature: must be a finite number >= 0 and <= 100, got -1"):
         SamplingParams(temperature=-1)
-    with pytest.raises(InvalidRequestError, match="structured output is not built yet"):
-        SamplingParams(regex="a")
+    with pytest.raises(InvalidRequestError, match="json_schema: must be a dict, a bool or the text of a schema, got 5"):
+        SamplingParams(json_schema=5)
+
+
+def test_a_schema_that_contains_itself_is_refused() -> None:
+    schema: dict = {"type": "object"}
+    schema["properties"] = {"self": schema}
+    with pytest.raises(InvalidRequestError, match="json_schema"):
+        SamplingParams(json_schema=schema)
+    deep: dict = {}
+    for _ in range(100_000):
+        deep = {"not": deep}
+    with pytest.raises(InvalidRequestError, match="json_schema"):
+        SamplingParams(json_schema=deep)
+
+
+def test_of_several_structures_none_is_taken_silently() -> None:
+    with pytest.raises(InvalidRequestError, match="regex: cannot be used together with json_schema"):
+        SamplingParams(json_schema=True, regex="a")
+    with pytest.raises(InvalidRequestError, match="structure: cannot be used together with ebnf"):
+        SamplingParams(ebnf='root ::= "a"', structure=Structure())
+    with pytest.raises(InvalidRequestError, match="ignore_eos: conflicts with regex"):
+        SamplingParams(regex="a", ignore_eos=True)
+    assert SamplingParams(structure=Structure(), ignore_eos=True).enforced is None
+
+
+def test_whatever_spells_a_schema_asks_for_the_same() -> None:
+    schema = {"type": "object", "properties": {"name": {"const": "Ä"}, "age": {"type": "integer"}}}
+    text = '{"type": "object", "properties": {"name": {"const": "Ä"}, "age": {"type": "integer"}}}'
+    assert SamplingParams(json_schema=schema) == SamplingParams(json_schema=text)
+    content = Grammar("json_schema", text)
+    assert SamplingParams(json_schema=schema).enforced == Structure(content=content)
+    assert SamplingParams(structure=Structure(content=content)).enforced == Structure(content=content)
+    assert SamplingParams(regex="a|b").enforced == Structure(content=Grammar("regex", "a|b"))
+    assert SamplingParams(json_schema=True).enforced == Structure(content=Grammar("json_schema", "true"))
+    assert SamplingParams().enforced is None
 
 
 def test_values_are_normalised_and_frozen() -> None:

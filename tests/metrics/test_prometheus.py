@@ -83,9 +83,10 @@ def test_values_are_right_after_a_scripted_run() -> None:
         StepStats(
             seconds=0.003, decode_tokens=2, generated_tokens=2, decoder_rows_kept=2, idle_seconds=0.001, running=2,
             waiting_by_reason={}, blocks_used=6, blocks_free=9, blocks_cached=5, slots_used=2, slots_total=4,
-            windows_hit=1, corrupted=1,
+            windows_hit=1, corrupted=1, fsm_errors=2,
         )
     )  # fmt: skip
+    metrics.stats.add_compiles([0.003, 1.5], hits=5, misses=2)
     values = read(metrics)
     expected = {
         ("requests_running", ""): 2, ("requests_waiting", ""): 0, ("kv_cache_usage_ratio", ""): 0.3,
@@ -101,6 +102,9 @@ def test_values_are_right_after_a_scripted_run() -> None:
         ("step_seconds_sum", "decode"): 0.003,
         ("cpu_phase_seconds_count", "schedule"): 1, ("cpu_phase_seconds_sum", "schedule"): 0.00025,
         ("gpu_idle_seconds_total", ""): 0.001, ("corrupted_requests_total", ""): 1,
+        ("fsm_errors_total", ""): 2, ("grammar_cache_total", "hit"): 5, ("grammar_cache_total", "miss"): 2,
+        ("grammar_compile_seconds_count", ""): 2, ("grammar_compile_seconds_sum", ""): 1.503,
+        ("grammar_compile_seconds_bucket", "0.005"): 1,
     }  # fmt: skip
     assert {key: values.get(key) for key in expected} == expected
     assert not [key for key in values if key[0] == "requests_waiting_by_reason"]  # nobody waits any more
