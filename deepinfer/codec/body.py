@@ -68,21 +68,22 @@ def _writable(text: str) -> bool:
     return True
 
 
-def ignored_fields(body: Part, names: Iterable[str] = ()) -> list[str]:
+def ignored_fields(body: Part, names: Iterable[str] = (), *, honoured: Iterable[str] = ()) -> list[str]:
     """Names of the fields that were given and have no effect: of `names`, those that are set, and all unknown keys,
-    also inside of objects (without the places in lists: `messages.name`). ASCII without blanks and commas, at most 32,
-    so that they fit in a header.
+    also inside of objects (without the places in lists: `messages.name`), but none of the `honoured`, whose only
+    accepted values ask for what happens anyway. ASCII without blanks and commas, at most 32, so that they fit in a
+    header.
     """
     found = dict.fromkeys(name for name in names if getattr(body, name, None) is not None)
-    _unknown_keys(body, "", found)
+    _unknown_keys(body, "", found, frozenset(honoured))
     safe = dict.fromkeys(re.sub(r"[^!-~]|,", "?", name)[:64] for name in found)
     return list(safe)[:MAX_IGNORED]
 
 
-def _unknown_keys(part: Part, path: str, found: dict[str, None]) -> None:
+def _unknown_keys(part: Part, path: str, found: dict[str, None], honoured: frozenset[str] = frozenset()) -> None:
     declared = type(part).model_fields
     for key, value in (part.model_extra or {}).items():
-        if value is not None and len(found) <= MAX_IGNORED:
+        if value is not None and key not in honoured and len(found) <= MAX_IGNORED:
             found.setdefault(path + key)
     for name in part.model_fields_set:
         if name in declared:

@@ -19,7 +19,7 @@ from deepinfer.codec.fields import (
 from deepinfer.codec.generation import GenerationRequest
 from deepinfer.codec.openai_models import response_format
 
-IGNORED = ("user", "metadata", "store", "safety_identifier", "prediction", "verbosity", "modalities")
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prediction", "verbosity")
 REFUSED = {
     "audio": "spoken answers are not supported",
     "web_search_options": "this server does not search the web; offer a tool that does",
@@ -101,7 +101,7 @@ def _top_logprobs(body: ChatRequest) -> int | None:
 
 
 def _ignored(body: ChatRequest) -> list[str]:
-    names = ignored_fields(body, IGNORED)
+    names = ignored_fields(body, IGNORED, honoured=(*REFUSED, "best_of", "modalities"))
     if any(message.name is not None and message.role != "function" for message in body.messages):
         names.append("messages.name")
     if body.thinking_token_budget is not None and not _thinking(body)[0]:

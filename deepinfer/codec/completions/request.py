@@ -71,7 +71,7 @@ def to_generation(body: CompletionRequest) -> GenerationRequest:
         prompts=prompts_of(body),
         top_logprobs=body.logprobs,
         format=_format(body),
-        ignored=ignored_fields(body, IGNORED),
+        ignored=ignored_fields(body, IGNORED, honoured=REFUSED),
         **common(body, max_tokens),
     )
 
