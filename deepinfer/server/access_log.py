@@ -28,58 +28,86 @@ _SHOWN_PATH = 256  # characters
 CLIENT_LEFT = 499  # the status in the log where a client left before its answer began
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked every few seconds by machines: a line only where they fail."""
+FAILURES = frozenset({"error", "abort", "deadline"})
+"""Reasons of Finish that are none of the model's."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What the log will say. A field that stays None is not in the line."""
+    """What the log will say, and the traces. Who handles the request fills in what he knows; a field that stays None is
+    not in the line. Moments are seconds of time.monotonic.
+    """
 
     request_id: str
     """Echoed as x-request-id: the client's own where it is 1 to 128 of letters, digits and ._:/+=@-, so not unique."""
     method: str
     path: str
     arrival: float
-    """Seconds, time.monotonic."""
+    # Of the door.
     tenant: str | None = None
     key_id: str | None = None
-    model: str | None = None
-    stream: bool | None = None
-    usage: Usage | None = None
-    finish: str | None = None
-    """Reason of the (first) completion; "error" for an answer that failed on its way."""
-    error: str | None = None
-    """Code or kind of the error that was answered."""
-    ignored: list[str] | None = None
-    """Fields without effect."""
     replayed: bool | None = None
     """The answer is that of an earlier request with the same idempotency key."""
+    error: str | None = None
+    """Code or kind of the error that was answered."""
+    trace_id: str | None = None
+    # Of the routes.
+    operation: str | None = None
+    """"chat" or "text_completion"."""
+    model: str | None = None
+    stream: bool | None = None
+    parameters: dict[str, float] = field(default_factory=dict)
+    """max_tokens, temperature, top_p, top_k, seed: as far as given. Not in the line."""
+    ignored: list[str] | None = None
+    """Fields without effect."""
     engine_id: str | None = None
     """Of the request in the engine's own log."""
+    response_id: str | None = None
+    encoding: tuple[float, float] | None = None
+    """When rendering and encoding of the prompt began and ended."""
+    submitted: float | None = None
+    """When the engine was given it."""
+    first_token: float | None = None
+    last_token: float | None = None
+    decoding_seconds: float = 0.0
+    """Spent on parsing and rendering the answer."""
+    queue_seconds: float | None = None
+    """Waited in the engine before its first step."""
+    accepted_ratio: float | None = None
+    """Drafts accepted over drafts verified."""
+    usage: Usage | None = None
+    finish: list[str] | None = None
+    """How the completions ended (Finish.reason); ["error"] for an answer that failed on its way."""
     prompt: str | None = None
     answer: str | None = None
-    first_token: float | None = None
-    """Seconds, time.monotonic."""
+    """In the line of a log with text only."""
+    # Of the wire.
     status: int | None = None
     sent: int = 0
     """Bytes of the body."""
     disconnected: bool = False
-    extra: dict[str, object] = field(default_factory=dict)
 
     def identify(self, principal: Principal) -> None:
         self.tenant, self.key_id = principal.tenant or None, principal.key_id or None
 
-    def saw_first_token(self) -> None:
-        """Further calls do nothing."""
+    def saw_tokens(self) -> None:
+        """Tokens came from the engine."""
+        self.last_token = time.monotonic()
         if self.first_token is None:
-            self.first_token = time.monotonic()
+            self.first_token = self.last_token
+
+    @property
+    def failed(self) -> bool:
+        """The answer that was begun did not come to its end, for a reason that is ours or the client's."""
+        return bool(self.finish) and not FAILURES.isdisjoint(self.finish or ())
 
     def line(self, now: float, with_text: bool) -> bytes:
         """now: seconds, time.monotonic. Ends with a line feed and holds no other."""
-        ttft = None if self.first_token is None else self.first_token - self.arrival
         values: dict[str, object] = {
             "time": round(time.time(), 3),
             "request_id": self.request_id,
             "engine_id": self.engine_id,
+            "trace_id": self.trace_id,
             "tenant": self.tenant,
             "key": self.key_id,
             "method": self.method,
@@ -89,8 +117,8 @@ class RequestRecord:
             "stream": self.stream,
             "finish": self.finish,
             "error": self.error,
-            "ttft_ms": None if ttft is None else round(ttft * 1000, 1),
-            "duration_ms": round((now - self.arrival) * 1000, 1),
+            "ttft_ms": _milliseconds(self.arrival, self.first_token),
+            "duration_ms": _milliseconds(self.arrival, now),
             "bytes": self.sent,
             "disconnected": self.disconnected or None,
             "replayed": self.replayed,
@@ -98,11 +126,14 @@ class RequestRecord:
         }
         if self.usage is not None:
             values |= self.usage._asdict()
-        values |= self.extra
         if with_text:
             values |= {"prompt": self.prompt, "answer": self.answer}
         shown = {name: value for name, value in values.items() if value is not None}
         return json.dumps(shown, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+def _milliseconds(start: float, end: float | None) -> float | None:
+    return None if end is None else round((end - start) * 1000, 1)
 
 
 def record_of(scope: Scope) -> RequestRecord:

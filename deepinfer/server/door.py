@@ -1,6 +1,7 @@
 """Everything that stands in front of the routes, from the outside in:
 
     AccessLog      an id, a record, a line in the log
+    Traced         spans, where traces are on
     SignIn         who asks; 401 before any body is read
     BodyLimits     the body, whole and counted
     Idempotency    a repeated key joins the request that runs, or gets its answer again
@@ -22,6 +23,7 @@ from deepinfer.server.asgi import App, Receive, Scope, Send, refuse_unread
 from deepinfer.server.gate import Gate
 from deepinfer.server.idempotency import DEFAULT_IDEMPOTENCY, Idempotency, IdempotencyLimits
 from deepinfer.server.limits import DEFAULT_LIMITS, BodyLimits, RequestLimits
+from deepinfer.server.tracing import Traced, Tracing
 
 Render = Callable[[str, RequestError], bytes]
 """Path and error -> the error's body, in the shape of the path's protocol."""
@@ -60,10 +62,12 @@ def front(
     idempotency: IdempotencyLimits = DEFAULT_IDEMPOTENCY,
     write_log: Callable[[bytes], object] | None = None,
     log_text: bool = False,
+    tracing: Tracing | None = None,
     open_paths: frozenset[str] = OPEN_PATHS,
 ) -> App:
     """The whole stack around `app`."""
-    inner = Idempotency(app, idempotency, render_error)
-    return AccessLog(
-        SignIn(BodyLimits(inner, limits, render_error), gate, render_error, open_paths), write_log, with_text=log_text
-    )
+    app = BodyLimits(Idempotency(app, idempotency, render_error), limits, render_error)
+    app = SignIn(app, gate, render_error, open_paths)
+    if tracing is not None:
+        app = Traced(app, tracing)
+    return AccessLog(app, write_log, with_text=log_text)

@@ -26,8 +26,6 @@ from deepinfer.server.refusal import Refusal
 
 HEADER = "Idempotency-Key"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_FAILED = frozenset({"error", "abort", "deadline"})
-"""RequestRecord.finish of answers that are not worth keeping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +244,7 @@ class Idempotency:
         if not recording.complete:
             recording.fail(error or RuntimeError("the app sent no whole answer"))
         well = recording.complete and 200 <= recording.status < 300
-        well = well and (record is None or record.finish not in _FAILED)
+        well = well and not (record is not None and record.failed)
         if self._recordings.get(name) is not recording:
             return
         if not well:
