@@ -1,0 +1,126 @@
+"""Structures into prototypes: in threads, each structure once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from deepinfer.grammar.automaton import Automaton
+from deepinfer.grammar.errors import GrammarError
+from deepinfer.grammar.limits import check_limits
+from deepinfer.grammar.llguidance_automaton import compile_automaton
+from deepinfer.grammar.prototype import Parts, Prototype
+from deepinfer.grammar.sources import content_lark
+from deepinfer.grammar.structure import Structure
+from deepinfer.grammar.tools import block_lark
+from deepinfer.grammar.vocabulary import Vocabulary
+
+Observer = Callable[[Literal["hit", "miss", "error"], float], None]
+
+
+class Compiler:
+    """Compiles for one vocabulary; the newest `cache_size` structures are kept, their errors too.
+
+    Structures that differ only in thinking, its budget or the prefix share what was compiled. llguidance holds no GIL
+    while it builds. A structure that is being compiled is joined by those who ask for it again.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, threads: int = 1, cache_size: int = 256, observe: Observer | None = None
+    ) -> None:
+        """observe: called in a thread of the compiler with what came of a request for a structure ("hit": it was there
+        or on its way; "error": it cannot be enforced) and the seconds from the call of compile."""
+        self.vocabulary = vocabulary
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar-compiler")
+        self._cache_size = cache_size
+        self._observe = observe
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[Structure, Future[Parts]] = OrderedDict()
+
+    def compile(self, structure: Structure) -> Future[Prototype]:
+        """Its exception is a GrammarError for a structure that cannot be enforced. Cancelling it disturbs nobody else
+        who waits for the same structure."""
+        asked = time.perf_counter()
+        parts, known = self._parts(structure)
+        answer: Future[Prototype] = Future()
+        # A second task instead of a callback: the pool works in order, so it never waits for a task behind itself.
+        self._pool.submit(self._assemble, structure, parts, known, asked, answer)
+        return answer
+
+    def close(self) -> None:
+        """Compiles nothing more; what is being compiled is finished."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _parts(self, structure: Structure) -> tuple[Future[Parts], bool]:
+        """What is compiled for a structure, and whether somebody asked for it before."""
+        key = msgspec.structs.replace(structure, thinking=False, thinking_budget=None, prefix="")
+        with self._lock:
+            parts = self._cache.get(key)
+            if parts is not None:
+                self._cache.move_to_end(key)
+                return parts, True
+            parts = self._cache[key] = self._pool.submit(self._build, structure)
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+            return parts, False
+
+    def _assemble(
+        self, structure: Structure, parts: Future[Parts], known: bool, asked: float, answer: Future[Prototype]
+    ) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        result: Literal["hit", "miss", "error"] = "hit" if known else "miss"
+        try:
+            check_limits(structure)
+            prototype = Prototype(structure, self.vocabulary, parts.result())
+        except Exception as error:
+            result = "error"
+            answer.set_exception(error)
+        else:
+            answer.set_result(prototype)
+        if self._observe is not None:
+            self._observe(result, time.perf_counter() - asked)
+
+    def _build(self, structure: Structure) -> Parts:
+        return build_parts(structure, self.vocabulary)
+
+
+def build_parts(structure: Structure, vocabulary: Vocabulary) -> Parts:
+    """Compiles now, in this thread. GrammarError."""
+    check_limits(structure)
+    content = block = begun = None
+    if structure.content is not None and structure.tool_mode != "required":
+        content = _compile(content_lark(structure.content), vocabulary)
+    if structure.tool_mode != "none" and structure.tools:
+        if vocabulary.dsml is None:
+            raise GrammarError("the tokenizer has no DSML token: calls of tools cannot be enforced")
+        block = _compile(block_lark(structure.tools, vocabulary.dsml, structure.parallel_calls), vocabulary)
+        begun = block.copy()
+        if not begun.consume([*vocabulary.tokenize("\n\n<"), vocabulary.dsml]):
+            raise GrammarError(f"a block of calls cannot begin: {begun.error}")
+        _warm(begun, vocabulary)
+    return Parts(content, block, begun)
+
+
+def _compile(lark: str, vocabulary: Vocabulary) -> Automaton:
+    automaton = compile_automaton(lark, vocabulary)
+    _warm(automaton, vocabulary)
+    return automaton
+
+
+def _warm(automaton: Automaton, vocabulary: Vocabulary) -> None:
+    """Fills the first mask: copies inherit what the matcher had to build for it, and a grammar that allows nothing is
+    found."""
+    rows = np.empty((1, vocabulary.words), np.int32)
+    automaton.fill(rows, 0, [])
+    if not automaton.accepting and np.array_equal(
+        rows[0], vocabulary.only_eos
+    ):  # also what a matcher in trouble allows
+        raise GrammarError("no text satisfies the grammar")

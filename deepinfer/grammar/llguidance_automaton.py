@@ -1,0 +1,86 @@
+"""llguidance as the matcher: byte-level, no compilation to speak of, and it fills masks in threads of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+
+import llguidance
+import numpy as np
+
+from deepinfer.grammar.errors import GrammarError
+from deepinfer.grammar.vocabulary import Vocabulary
+
+# Fuel is llguidance's unit of lexer work (about 14,000 a millisecond), items are its unit of parser work (20,000 a
+# millisecond): a step that needs more than about 10 ms is refused. Its own defaults allow a lexer of 0.5 GiB.
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+_TOO_LARGE = re.compile(r"too (large|many|big|long|complex)|fuel|limit|exceed", re.IGNORECASE)
+
+
+@cache
+def executor(threads: int) -> llguidance.LLExecutor:
+    return llguidance.LLExecutor(threads)
+
+
+class LLAutomaton:
+    """An Automaton over llguidance's matcher."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self.matcher = matcher
+
+    @property
+    def accepting(self) -> bool:
+        return self.matcher.is_accepting()
+
+    @property
+    def error(self) -> str | None:
+        return self.matcher.get_error() or None
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        return self.matcher.consume_tokens(list(token_ids))
+
+    def fill(self, rows: np.ndarray, first: int, path: Sequence[int]) -> None:
+        fill_all([(self, first, path)], rows, threads=1)
+
+    def copy(self) -> LLAutomaton:
+        return LLAutomaton(self.matcher.deep_copy())
+
+
+def compile_automaton(lark: str, vocabulary: Vocabulary) -> LLAutomaton:
+    """lark: in llguidance's dialect. GrammarError with the library's reason."""
+    try:
+        text = llguidance.LLMatcher.grammar_from_lark(lark)
+        matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=LIMITS)
+    except ValueError as error:
+        raise _grammar_error(str(error)) from None
+    if matcher.is_error():
+        raise _grammar_error(matcher.get_error())
+    return LLAutomaton(matcher)
+
+
+def fill_all(jobs: Sequence[tuple[LLAutomaton, int, Sequence[int]]], rows: np.ndarray, threads: int) -> None:
+    """LLAutomaton.fill of (automaton, first, path) for all jobs, in `threads` threads, without the GIL. No automaton
+    stands in two jobs."""
+    assert rows.dtype == np.int32 and rows.flags.c_contiguous
+    if len(jobs) == 1 and not jobs[0][2]:
+        automaton, first, _ = jobs[0]
+        row = rows[first]
+        automaton.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        return
+    work = [(automaton.matcher, first, list(path)) for automaton, first, path in jobs]
+    pool = executor(threads)
+    pool.unsafe_compute_mask_ptr_with_draft_token(work, rows.ctypes.data, rows.shape[1] * 4, rows.shape[0])
+
+
+def _grammar_error(reason: str) -> GrammarError:
+    reason = reason.split("\n<state>")[0].strip()
+    return GrammarError(reason, "too_large" if _TOO_LARGE.search(reason) else "invalid")
