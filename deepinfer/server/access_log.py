@@ -69,6 +69,7 @@ class RequestRecord:
     """When the engine was given it."""
     first_token: float | None = None
     last_token: float | None = None
+    """None = when the request ended."""
     decoding_seconds: float = 0.0
     """Spent on parsing and rendering the answer."""
     queue_seconds: float | None = None
@@ -76,8 +77,8 @@ class RequestRecord:
     accepted_ratio: float | None = None
     """Drafts accepted over drafts verified."""
     usage: Usage | None = None
-    finish: list[str] | None = None
-    """How the completions ended (Finish.reason); ["error"] for an answer that failed on its way."""
+    finish: str | None = None
+    """How the first completion ended (Finish.reason); "error" for an answer that failed on its way."""
     prompt: str | None = None
     answer: str | None = None
     """In the line of a log with text only."""
@@ -90,16 +91,15 @@ class RequestRecord:
     def identify(self, principal: Principal) -> None:
         self.tenant, self.key_id = principal.tenant or None, principal.key_id or None
 
-    def saw_tokens(self) -> None:
-        """Tokens came from the engine."""
-        self.last_token = time.monotonic()
+    def saw_first_token(self) -> None:
+        """Further calls do nothing."""
         if self.first_token is None:
-            self.first_token = self.last_token
+            self.first_token = time.monotonic()
 
     @property
     def failed(self) -> bool:
-        """The answer that was begun did not come to its end, for a reason that is ours or the client's."""
-        return bool(self.finish) and not FAILURES.isdisjoint(self.finish or ())
+        """The answer that was begun did not come to its end."""
+        return self.finish in FAILURES
 
     def line(self, now: float, with_text: bool) -> bytes:
         """now: seconds, time.monotonic. Ends with a line feed and holds no other."""

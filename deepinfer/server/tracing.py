@@ -142,7 +142,8 @@ class Traced:
 
 
 def _is_error(record: RequestRecord) -> bool:
-    return (record.status or 0) >= 500 or record.failed or record.error == "exception"
+    """Ours: a client that leaves is none."""
+    return (record.status or 0) >= 500 or (record.failed and record.finish != "abort") or record.error == "exception"
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
             "gen_ai.request.model": record.model,
             "gen_ai.response.model": record.model,
             "gen_ai.response.id": record.response_id,
-            "gen_ai.response.finish_reasons": record.finish,
+            "gen_ai.response.finish_reasons": None if record.finish is None else [record.finish],
         }
         values |= {f"gen_ai.request.{name}": value for name, value in record.parameters.items()}
     if record.usage is not None:
