@@ -15,11 +15,18 @@ import json
 import math
 
 from deepinfer import LLM, CompletionOutput, RequestOutput, SamplingParams
-from deepinfer.codec.chat_template import Message, render_text
+from deepinfer.codec.conversation import Conversation, Turn
+from deepinfer.codec.template import render
 
 ENGLISH = "The old lighthouse stood at the edge of the village, and every evening"
 PYTHON = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""'
-CHAT = [Message("system", "You are a helpful assistant."), Message("user", "What is the capital of France?")]
+CHAT = Conversation(
+    turns=(
+        Turn(role="system", text="You are a helpful assistant."),
+        Turn(role="user", text="What is the capital of France?"),
+    ),
+    thinking=False,
+)
 LONG_TOKENS = 1500
 LONG_CONTEXT = (16_389, 4_096)  # prompt and output tokens of the vendor's --long_context run
 THINGS = ["a brass key", "three blue marbles", "a folded map", "an empty bottle", "a silver coin", "a box of matches"]
@@ -147,7 +154,7 @@ def main() -> None:
         params = params.with_changes(max_tokens=output_tokens, ignore_eos=True)
     else:
         room = llm.engine_config.max_model_len - options.max_tokens  # a small test model has less than 1,500 tokens
-        prompts = [ENGLISH, PYTHON, render_text(CHAT), long_prompt(llm, min(LONG_TOKENS, room - 100))]
+        prompts = [ENGLISH, PYTHON, render(CHAT).text, long_prompt(llm, min(LONG_TOKENS, room - 100))]
     records = []
     for output in llm.generate(prompts, params):
         for completion in output.outputs:

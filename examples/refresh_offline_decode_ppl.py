@@ -27,7 +27,8 @@ import torch
 from offline_inference import CHAT, ENGLISH, PYTHON, long_context, long_prompt
 
 from deepinfer import LLM, SamplingParams
-from deepinfer.codec.chat_template import Message, render_text
+from deepinfer.codec.conversation import Conversation, Turn
+from deepinfer.codec.template import render
 from deepinfer.kernels.cpu.build import COMPILERS
 
 BASELINES = Path(__file__).resolve().parents[1] / "tests" / "models" / "offline_decode_ppl.json"
@@ -52,6 +53,10 @@ class Workload:
     params: Callable[[LLM], SamplingParams]
 
 
+def _question(text: str) -> str:
+    return render(Conversation(turns=(Turn(role="user", text=text),), thinking=False)).text
+
+
 def _sampled(max_tokens: int) -> SamplingParams:
     return SamplingParams(
         temperature=0.8, top_p=0.95, presence_penalty=0.2, seq_seed=7, max_tokens=max_tokens, ignore_eos=True
@@ -64,7 +69,7 @@ WORKLOADS = {
         lambda llm: SamplingParams(temperature=0, seq_seed=7, max_tokens=32, ignore_eos=True),
     ),
     "chat": Workload(
-        lambda llm: [render_text(CHAT), *(render_text([Message("user", text)]) for text in QUESTIONS)],
+        lambda llm: [render(CHAT).text, *map(_question, QUESTIONS)],
         lambda llm: _sampled(96),
     ),
     # 16,389 tokens in and 4,096 out, in proportion to nano's context of 4,096

@@ -14,7 +14,8 @@ import torch
 from conftest import assert_all_free
 
 from deepinfer import LLM, RequestOutput, SamplingParams
-from deepinfer.codec.chat_template import Message, render_text
+from deepinfer.codec.conversation import Conversation, Turn
+from deepinfer.codec.template import render
 from deepinfer.kernels import select
 
 NANO = Path(__file__).parent.parent / "models" / "nano"
@@ -27,7 +28,7 @@ NEEDLES = [
     "import os\nimport sys\n\n\ndef main(argv):\n"
     + "    print(argv)\n" * 80,  # past window and index_topk, three blocks
     SENTENCE * 7,  # ends just before a block does: its output needs another one
-    render_text([Message("user", "What is the capital of France?")]),
+    render(Conversation(turns=(Turn(role="user", text="What is the capital of France?"),), thinking=False)).text,
 ]
 NEEDLE_PARAMS = [
     SamplingParams(

@@ -79,9 +79,11 @@ def test_nano_writes_python(nano):
 
 
 def test_nano_answers_a_question_in_the_chat_format_and_stops(nano):
-    from deepinfer.codec.chat_template import Message, render_text
+    from deepinfer.codec.conversation import Conversation, Turn
+    from deepinfer.codec.template import render
 
-    prompt = render_text([Message("user", "What is the capital of France?")])
+    question = Turn(role="user", text="What is the capital of France?")
+    prompt = render(Conversation(turns=(question,), thinking=False)).text
     (output,) = nano.generate([prompt], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"

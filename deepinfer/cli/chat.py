@@ -37,7 +37,9 @@ def chat(
     debug: options.Debug = False,
 ) -> None:
     """Reads lines, streams answers."""
-    from deepinfer.codec.chat_template import Message, render
+    from deepinfer.codec.conversation import Conversation, Turn
+    from deepinfer.codec.encoder import encode
+    from deepinfer.codec.template import render
     from deepinfer.engine.sampling_params import SamplingParams
     from deepinfer.llm import LLM
 
@@ -60,9 +62,13 @@ def chat(
         **options.prefix_caching(prefix_mode),
         verbose=not quiet,
     )
-    start = [Message("system", system)] if system else []
+    start = [Turn(role="system", text=system)] if system else []
     messages = list(start)
-    render([*messages, Message("user", "")], llm.tokenizer, thinking)  # a tokenizer without roles fails here, not later
+
+    def prompt(turns: list[Turn]) -> list[int]:
+        return encode(render(Conversation(turns=tuple(turns), thinking=thinking)), llm.tokenizer).tolist()
+
+    prompt([*messages, Turn(role="user")])  # a tokenizer without roles fails here, not later
     print(HELP, file=sys.stderr)
     while (line := _read()) is not None:
         command, _, argument = line.strip().partition(" ")
@@ -79,10 +85,10 @@ def chat(
             continue
         if not command:
             continue
-        messages.append(Message("user", line))
+        messages.append(Turn(role="user", text=line))
         answer = ""
         try:
-            for delta in llm.stream(render(messages, llm.tokenizer, thinking), params):
+            for delta in llm.stream(prompt(messages), params):
                 answer += delta.text
                 print(delta.text, end="", flush=True)
         except ValueError as error:  # the conversation outgrew the context, or the line was no text
@@ -93,7 +99,8 @@ def chat(
             pass  # stop this answer, keep what it said
         print()
         reasoning, closed, content = answer.partition("</think>")
-        messages.append(Message("assistant", content if thinking and closed else "" if thinking else reasoning))
+        content = content if thinking and closed else "" if thinking else reasoning
+        messages.append(Turn(role="assistant", text=content))
 
 
 def _read() -> str | None:

@@ -18,12 +18,13 @@ from deepinfer.codec.conversation import Conversation, Image, Tool, Turn
 from deepinfer.codec.effort import REFERENCE, check_effort, with_effort
 from deepinfer.codec.errors import RequestError
 from deepinfer.codec.history import checked, error_at
-from deepinfer.codec.spellings import ASSISTANT, BOS, DSML, END_THINK, IMAGE, PICTURE, THINK, Control
+from deepinfer.codec.spellings import ASSISTANT, BOS, CONTROL, DSML, END_THINK, IMAGE, PICTURE, THINK, Control
 
 if TYPE_CHECKING:
     import deepseek_recipe  # imported when first used: 45 ms that the command line need not wait for
 
 _CALL = ' invoke name="'
+_CONTROL = {**{str(control): control for control in CONTROL}, IMAGE: PICTURE}
 _NOT_JSON = (ValueError, TypeError, OverflowError, RecursionError)  # what the reference raises for a bad schema
 
 
@@ -142,12 +143,19 @@ def _message(recipe: Any, turns: Sequence[Turn], index: int, images: list[Image]
 
 
 def _segments(prompt: str, ranges: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """The prompt cut at its control tokens. ranges: their places, as (start, end) in characters."""
+    """The prompt cut at its control tokens. ranges: their places, as (start, end) in characters.
+
+    The reference also makes control tokens of grounding markup (<｜ref｜>, <｜box｜> and so on) that an assistant's text
+    spells. Here no text becomes one (spec/codec.md 10.1), so those ranges stay in the text.
+    """
     at = 0
     for start, end in ranges:
+        control = _CONTROL.get(prompt[start:end])
+        if control is None:
+            continue
         if at < start:
             yield prompt[at:start]
-        yield PICTURE if prompt[start:end] == IMAGE else Control(prompt[start:end])
+        yield control
         at = end
     if at < len(prompt):
         yield prompt[at:]
