@@ -80,7 +80,7 @@ class Compiler:
         try:
             check_limits(structure)
             prototype = Prototype(structure, self.vocabulary, parts.result())
-        except Exception as error:
+        except BaseException as error:
             result = "error"
             answer.set_exception(error)
         else:
@@ -120,7 +120,8 @@ def _warm(automaton: Automaton, vocabulary: Vocabulary) -> None:
     found."""
     rows = np.empty((1, vocabulary.words), np.int32)
     automaton.fill(rows, 0, [])
-    if not automaton.accepting and np.array_equal(
-        rows[0], vocabulary.only_eos
-    ):  # also what a matcher in trouble allows
+    if automaton.accepting or not np.array_equal(rows[0], vocabulary.only_eos):
+        return  # a matcher in trouble allows the end token alone, and so does one that nothing can satisfy
+    if automaton.error is None or automaton.error.startswith("NoExtension"):
         raise GrammarError("no text satisfies the grammar")
+    raise GrammarError(f"the grammar is too large to match: {automaton.error}", "too_large")

@@ -62,6 +62,12 @@ def compile_automaton(lark: str, vocabulary: Vocabulary) -> LLAutomaton:
         matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=LIMITS)
     except ValueError as error:
         raise _grammar_error(str(error)) from None
+    except BaseException as error:
+        if (
+            type(error).__name__ != "PanicException"
+        ):  # how a failed assertion in Rust arrives; it has no module to import
+            raise
+        raise GrammarError(f"the grammar is beyond the parser: {error}", "too_large") from None
     if matcher.is_error():
         raise _grammar_error(matcher.get_error())
     return LLAutomaton(matcher)

@@ -36,20 +36,20 @@ class Prototype:
             content = content.copy()
             if not content.consume(vocabulary.tokenize(structure.prefix)):
                 raise GrammarError("the beginning of the answer that the prompt holds does not fit the grammar")
-        self._content = content
-        self._block = parts.block
+        self.content = content
+        self.block = parts.block
         self._begun = parts.begun
 
     def start(self, output_ids: Sequence[int] = ()) -> Matcher:
         """A matcher for one sequence, behind the tokens that it already has."""
         mode = self.structure.tool_mode
         alternatives = []
-        if self._content is not None and mode != "required":
-            alternatives.append(self._content)
+        if self.content is not None and mode != "required":
+            alternatives.append(self.content)
         # In free content the block begins at its DSML token; behind a prefix the content has begun.
         may_be_block = mode == "required" or (alternatives and mode == "auto" and not self.structure.prefix)
-        if self._block is not None and may_be_block:
-            alternatives.append(self._block)
+        if self.block is not None and may_be_block:
+            alternatives.append(self.block)
         matcher = Matcher(
             self.vocabulary,
             alternatives=[automaton.copy() for automaton in alternatives],
