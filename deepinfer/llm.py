@@ -260,12 +260,16 @@ class LLM:
                 f"{len(sampling_params)} given for {len(entries)} prompts; give one, or one per prompt",
             )
         work: list[tuple[str | None, np.ndarray, SamplingParams]] = []
+        compiled: set[int] = set()  # parameters, by identity: most prompts share theirs
         for index, (entry, params) in enumerate(zip(entries, sampling_params, strict=True)):
             try:
                 if not isinstance(params, SamplingParams):
                     raise InvalidRequestError("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
                 text, ids = self._encoded(entry, add_bos)
                 self.engine.check(ids, params)
+                if id(params) not in compiled:
+                    self.engine.check_grammar(params)
+                    compiled.add(id(params))
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}, {error.field}", error.message) from None
             work.append((text, np.array(ids, np.int32), params))

@@ -16,6 +16,7 @@ from deepinfer.cache.hashing import namespace
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
+from deepinfer.engine.checkpoint_grammars import checkpoint_grammars
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.drafting import describe_choice, describe_drafting, draft_length, every_request_is_reproducible
 from deepinfer.engine.invariance import sizes_problem, truncation_problem
@@ -142,6 +143,7 @@ def build_core(
     )
     drafting = _drafting(path, model, storage, manager, config, progress) if config.drafts else None
     ends = (model.config.eos_token_id,)
+    grammars, filler = checkpoint_grammars(Path(path), model.config.vocab_size, model.config.eos_token_id)
     runner = ModelRunner(
         model,
         storage,
@@ -153,6 +155,7 @@ def build_core(
         drafts=config.drafts,
         calibration=drafting and drafting.calibration,
         threads=partial(step_threads, model.device, model.numerics.dtype),
+        filler=filler,
     )
     return EngineCore(
         runner,
@@ -164,6 +167,7 @@ def build_core(
         namespace=partial(namespace, model_digest(path), config.kv_format, LAYOUT_VERSION),
         planner=drafting and drafting.planner,
         drafting=drafting.lines if drafting else (),
+        grammars=grammars,
         clock=clock,
     )
 

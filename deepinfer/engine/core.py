@@ -187,7 +187,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters of all steps so far, and how things stand now."""
-        self.meter.totals.add_compiles(*self.grammars.take_counts())
+        for result, seconds in self.grammars.log.take():
+            self.meter.totals.add_grammar(result, seconds)
         self.meter.take_levels(self.meter.totals.totals)
         return self.meter.totals
 
@@ -222,6 +223,7 @@ class EngineCore:
         """Ends everything and stops the device's thread, if there is one."""
         self.abort_all()
         self.loop.close()
+        self.grammars.close()
 
     # -- ends -----------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,12 @@ class Engine:
             raise InvalidRequestError("stop", "stop strings need a tokenizer, and this engine has none")
         return self.core.check(prompt_token_ids, params)
 
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Waits until what the output must be is compiled. InvalidRequestError naming the field that is wrong."""
+        grammar = self.core.grammars.begin(params)
+        if grammar is not None:
+            grammar.wait()
+
     def check_ids(self, field: str, token_ids: Sequence[int] | np.ndarray) -> None:
         """Raises InvalidRequestError unless there are ids and the model knows them all."""
         self.core.check_ids(field, token_ids)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -19,14 +17,25 @@ from deepinfer.speculation.constraint import Prototype
 
 class GrammarCompiler(Protocol):
     def compile(self, structure: Structure) -> Future[Prototype]:
-        """Never waits. The future fails with GrammarError for what cannot be enforced; one that is done already was in
-        the cache."""
+        """Never waits. The future fails with GrammarError for what cannot be enforced."""
+
+    def close(self) -> None:
+        """Compiles nothing more."""
 
 
-class CompileCounts(NamedTuple):
-    seconds: list[float]  # of each compilation that ended, a failed one too
-    hits: int
-    misses: int
+class CompileLog:
+    """What came of structures that were asked for. Threads that compile write, one other reads."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[str, float]] = deque()
+
+    def observe(self, result: str, seconds: float) -> None:
+        """result: "hit" (it was there, or on its way), "miss" or "error". seconds: from being asked to the answer."""
+        self._entries.append((result, seconds))
+
+    def take(self) -> list[tuple[str, float]]:
+        """(result, seconds) of each since the last call."""
+        return [self._entries.popleft() for _ in range(len(self._entries))]
 
 
 class Grammar(NamedTuple):
@@ -58,17 +67,17 @@ class GrammarCondition(FutureCondition):
 
 
 class Grammars:
-    """compiler: None = this engine enforces nothing, for the reason given. clock: seconds."""
+    """compiler: None = this engine enforces nothing, for the reason given. log: what the compiler writes."""
 
     def __init__(
         self,
         compiler: GrammarCompiler | None,
+        log: CompileLog | None = None,
+        *,
         reason: str = "this engine has no tokenizer",
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._compiler, self._reason, self._clock = compiler, reason, clock
-        self._seconds: deque[float] = deque()  # filled by whatever thread compiles
-        self._hits = self._misses = 0
+        self.log = log or CompileLog()
+        self._compiler, self._reason = compiler, reason
 
     def check(self, params: SamplingParams) -> None:
         """InvalidRequestError if the parameters ask for what this engine cannot do."""
@@ -82,21 +91,13 @@ class Grammars:
             return None
         self.check(params)
         assert self._compiler is not None
-        began = self._clock()
         try:
             future = self._compiler.compile(structure)
         except GrammarError as error:
             raise InvalidRequestError(asked_field(params) or "structure", error.message) from None
-        if future.done():
-            self._hits += 1
-        else:
-            self._misses += 1
-            future.add_done_callback(lambda _: self._seconds.append(self._clock() - began))
         return Grammar(asked_field(params) or "structure", future)
 
-    def take_counts(self) -> CompileCounts:
-        """What happened since the last call."""
-        seconds = [self._seconds.popleft() for _ in range(len(self._seconds))]
-        hits, misses = self._hits, self._misses
-        self._hits = self._misses = 0
-        return CompileCounts(seconds, hits, misses)
+    def close(self) -> None:
+        """Idempotent."""
+        if self._compiler is not None:
+            self._compiler.close()

@@ -1,8 +1,8 @@
 """The constraints of the slots that have one: moved on as tokens are kept, and asked before each forward pass what may
 follow in its rows.
 
-Masks are filled while the model computes. A constraint that fails (its matcher gave up, or it is wrong) costs its own
-sequence and nothing else: its rows allow nothing, and the sequence ends with reason "error".
+Masks are filled while the model computes. A constraint that fails (it says so, or it raises) costs its own sequence and
+nothing else: its rows allow nothing, and the sequence ends with reason "error".
 """
 
 from __future__ import annotations
@@ -38,9 +38,14 @@ class _Entry:
             self.constraint.accept(token_ids[:end])
         except Exception as error:
             self.fail(error)
-        self.ended = end is not None
+        self.ended = end is not None  # whoever fails behind its end is not asked again
 
-    def fail(self, error: Exception) -> None:
+    def has_failed(self) -> bool:
+        if self.constraint is not None and self.constraint.error is not None:
+            self.fail(self.constraint.error)
+        return self.constraint is None
+
+    def fail(self, error: Exception | str) -> None:
         logger.warning("a sequence ends, its constraint failed: %s", error)
         self.constraint = None
 
@@ -101,8 +106,9 @@ class StepMasks:
         rows: list[tuple[Constraint, list[int]]] = []
         self._jobs: dict[_Entry, list[int]] = {}
         for entry, path in zip(entries, paths, strict=True):
-            if entry.constraint is not None and not entry.ended and entry not in self._jobs:
+            if not entry.ended and not entry.has_failed() and entry not in self._jobs:
                 self._jobs[entry] = path
+                assert entry.constraint is not None
                 rows.append((entry.constraint, path))
         self._future: Future[Masks] = Future()
         if not self._jobs:
@@ -116,12 +122,14 @@ class StepMasks:
     def result(self) -> Masks:
         """int32 [rows, words]: of all draws, in order. Waits for what is not there yet."""
         filled = self._filled()
-        if len(self._jobs) == len(self._entries):  # each its own, and none that failed or has ended
-            return filled
         rows, at = {}, 0
         for entry, path in self._jobs.items():
             rows[entry] = filled[at : at + len(path) + 1]
             at += len(path) + 1
+            if entry.has_failed():  # while it was filled
+                rows[entry][:] = 0
+        if len(self._jobs) == len(self._entries):  # each its own, and none that failed before or has ended
+            return filled
         parts = []
         for entry, path in zip(self._entries, self._paths, strict=True):
             word = -1 if entry.ended else 0
@@ -133,8 +141,8 @@ class StepMasks:
         try:
             filled = self._future.result()
             return filled if filled.flags.writeable else filled.copy()  # torch takes no others
-        except Exception:
-            logger.exception("the masks of a step could not be filled together")
+        except Exception as error:
+            logger.warning("the masks of a step could not be filled together: %r", error)
         parts = []
         for entry, path in self._jobs.items():
             try:

@@ -58,8 +58,9 @@ STEP_METRICS = (
     Metric("admission_rejections", "counter", "Requests refused at the door.", "reason", "admission_rejections"),
     Metric("corrupted_requests", "counter", "Sequences ended for logits that were not finite.",
            vllm="corrupted_requests"),
-    Metric("grammar_compile_seconds", "histogram", "Time until a grammar was compiled, or refused."),
-    Metric("grammar_cache", "counter", "Requests with a grammar, by whether it was compiled already.", "result"),
+    Metric("grammar_compile_seconds", "histogram", "Until a grammar not in the cache was compiled or refused."),
+    Metric("grammar_cache", "counter", "Grammars asked for: in the cache (hit), compiled (miss), refused (error).",
+           "result"),
     Metric("fsm_errors", "counter", "Sequences ended because their grammar let nothing follow."),
 )  # fmt: skip
 """Filled from EngineStats."""
@@ -100,5 +101,15 @@ INFO_METRICS = (
     Metric("cache_config", "info", "Settings in force.", vllm="cache_config_info"),
 )
 """Exposed as build_info and cache_config_info."""
+
+SERVER_METRICS = (
+    Metric("http_requests", "counter", "HTTP requests that were answered, by route and status.", "route status"),
+    Metric("http_open_answers", "gauge", "Answers under way, by how they are sent.", "kind"),
+    Metric("engine_restarts", "counter", "Engines that were started in place of one that was lost."),
+    Metric("door_refusals", "counter", "Requests refused for want of a key, quota or room, by reason.", "reason"),
+    Metric("door_queued_requests", "gauge", "Requests let in that have no first token yet."),
+    Metric("door_queued_tokens", "gauge", "Prompt tokens of those."),
+)
+"""Filled by the HTTP server (metrics/server.py)."""
 
 METRICS = STEP_METRICS + REQUEST_METRICS + INFO_METRICS

@@ -129,8 +129,9 @@ class EngineStats:
     phase_seconds: dict[str, Histogram] = field(default_factory=_by_phase)
     drafts: DraftStats = field(default_factory=DraftStats)
     grammar_compile_seconds: Histogram = field(default_factory=lambda: Histogram(COMPILE_SECONDS))
-    grammar_cache: dict[str, int] = field(default_factory=lambda: {"hit": 0, "miss": 0})
-    """Requests with a grammar, by whether it was compiled already."""
+    """Those that were not in the cache, broken ones too."""
+    grammar_cache: dict[str, int] = field(default_factory=lambda: {"hit": 0, "miss": 0, "error": 0})
+    """Grammars asked for: there or on their way already, compiled, or refused."""
     rejections: dict[str, int] = field(default_factory=dict)
     """Requests refused at the door, by reason: the field that was wrong, "draining", "malformed"."""
     last_step_age: float = 0.0
@@ -162,12 +163,11 @@ class EngineStats:
         self.totals.output_seconds += seconds
         self.phase_seconds["output"].observe(seconds)
 
-    def add_compiles(self, seconds: list[float], hits: int, misses: int) -> None:
-        """Grammars were compiled in so many seconds each, and found, or not found, in the cache."""
-        for value in seconds:
-            self.grammar_compile_seconds.observe(value)
-        self.grammar_cache["hit"] += hits
-        self.grammar_cache["miss"] += misses
+    def add_grammar(self, result: str, seconds: float) -> None:
+        """A grammar was asked for and, after so long, there: "hit", "miss" or "error"."""
+        self.grammar_cache[result] = self.grammar_cache.get(result, 0) + 1
+        if result != "hit":
+            self.grammar_compile_seconds.observe(seconds)
 
     def reject(self, reason: str) -> None:
         """Counts a request that was refused."""

@@ -21,7 +21,12 @@ class Constraint(Protocol):
         where it does rows are all ones: none that counts comes from there."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """These tokens are kept; each may stand where it does. Raises when it cannot go on, and is spent then."""
+        """These tokens are kept; each may stand where it does."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it knows nothing any more (a limit of its matcher, tokens that may not stand where they do), else None.
+        What it says from then on means nothing."""
 
     def copy(self) -> Constraint:
         """Another one that stands where this one does and goes its own way."""

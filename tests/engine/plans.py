@@ -180,6 +180,7 @@ class Automaton:
         self.state, self.vocab = state, vocab
         self.allowed = _allowed_by_state(vocab)
         self.accepted: list[int] = []
+        self.error: str | None = None
 
     def masks(self, path: Sequence[int]) -> Masks:
         state, rows = self.state, [self.state]

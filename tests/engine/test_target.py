@@ -22,6 +22,8 @@ VOCAB = 60
 class NotTheLast:
     """A constraint: no token twice in a row, and those in `never` never."""
 
+    error = None
+
     def __init__(self, last: int, never: tuple[int, ...] = ()) -> None:
         self.last, self.never = last, never
 

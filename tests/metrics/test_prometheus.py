@@ -86,7 +86,8 @@ def test_values_are_right_after_a_scripted_run() -> None:
             windows_hit=1, corrupted=1, fsm_errors=2,
         )
     )  # fmt: skip
-    metrics.stats.add_compiles([0.003, 1.5], hits=5, misses=2)
+    for result, seconds in (("miss", 0.003), ("hit", 0.1), ("hit", 0.1), ("error", 1.5)):
+        metrics.stats.add_grammar(result, seconds)
     values = read(metrics)
     expected = {
         ("requests_running", ""): 2, ("requests_waiting", ""): 0, ("kv_cache_usage_ratio", ""): 0.3,
@@ -102,7 +103,8 @@ def test_values_are_right_after_a_scripted_run() -> None:
         ("step_seconds_sum", "decode"): 0.003,
         ("cpu_phase_seconds_count", "schedule"): 1, ("cpu_phase_seconds_sum", "schedule"): 0.00025,
         ("gpu_idle_seconds_total", ""): 0.001, ("corrupted_requests_total", ""): 1,
-        ("fsm_errors_total", ""): 2, ("grammar_cache_total", "hit"): 5, ("grammar_cache_total", "miss"): 2,
+        ("fsm_errors_total", ""): 2, ("grammar_cache_total", "hit"): 2, ("grammar_cache_total", "miss"): 1,
+        ("grammar_cache_total", "error"): 1,
         ("grammar_compile_seconds_count", ""): 2, ("grammar_compile_seconds_sum", ""): 1.503,
         ("grammar_compile_seconds_bucket", "0.005"): 1,
     }  # fmt: skip
