@@ -145,7 +145,7 @@ def _message(recipe: Any, turns: Sequence[Turn], index: int, images: list[Image]
 def _segments(prompt: str, ranges: Iterable[tuple[int, int]]) -> Iterator[str]:
     """The prompt cut at its control tokens. ranges: their places, as (start, end) in characters.
 
-    The reference also makes control tokens of grounding markup (<｜ref｜>, <｜box｜> and so on) that an assistant's text
+    The reference also makes control tokens of grounding markup (<｜ref｜>, <｜box｜> and so on) that an assistant
     spells. Here no text becomes one (spec/codec.md 10.1), so those ranges stay in the text.
     """
     at = 0
