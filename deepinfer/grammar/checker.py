@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimeLimit
 
 import msgspec
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble import ProcessExpired, ProcessPool
 
 from deepinfer.grammar import checker_worker
 from deepinfer.grammar.errors import GrammarError
@@ -102,7 +102,7 @@ class Checker:
                 del self._verdicts[structure]
         verdict.set_result(outcome)
 
-    def _outcome(self, task: ProcessFuture) -> Verdict:
+    def _outcome(self, task: Future[None]) -> Verdict:
         if task.cancelled():
             return GrammarError("grammars are not checked any more", "busy")
         match task.exception():
