@@ -19,6 +19,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("deepinfer.cli.generate", "generate", "Complete prompts offline, as one batch."),
     "chat": Command("deepinfer.cli.chat", "chat", "Talk with the model in the terminal."),
+    "serve": Command("deepinfer.cli.serve", "serve", "Serve a model over HTTP."),
+    "keys": Command("deepinfer.cli.keys", "keys", "API keys of a server: add, list, revoke."),
     "inspect": Command("deepinfer.cli.inspect", "inspect", "What a checkpoint holds and what it needs."),
     "make-checkpoint": Command(
         "deepinfer.cli.make_checkpoint", "make_checkpoint", "Write a random checkpoint in the official layout."

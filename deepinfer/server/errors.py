@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
@@ -18,7 +18,15 @@ from deepinfer.server.refusal import headers_of
 
 logger = logging.getLogger(__name__)
 
-ErrorBody = Callable[[RequestError], dict[str, Any]]
+
+class ErrorShape(NamedTuple):
+    """How a protocol tells of an error."""
+
+    body: Callable[[RequestError], dict[str, Any]]
+    status: Callable[[RequestError], int]
+
+
+OPENAI_ERRORS = ErrorShape(openai_error, lambda error: error.status)
 
 # Names of SamplingParams where the protocols have other ones.
 _FIELDS = {
@@ -80,6 +88,6 @@ def model_not_found(model: str, known: tuple[str, ...]) -> RequestError:
     )
 
 
-def error_response(error: RequestError, body: ErrorBody = openai_error) -> Response:
+def error_response(error: RequestError, shape: ErrorShape = OPENAI_ERRORS) -> Response:
     """The whole answer to a request that cannot be served."""
-    return Response(json_bytes(body(error)), error.status, dict(headers_of(error)), "application/json")
+    return Response(json_bytes(shape.body(error)), shape.status(error), dict(headers_of(error)), "application/json")

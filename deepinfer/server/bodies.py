@@ -1,0 +1,82 @@
+"""Routes whose body is one of ours: shown by FastAPI, read by the codec, so that errors look as the protocol wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deepinfer.codec.body import Body, parse
+from deepinfer.codec.errors import RequestError
+from deepinfer.server.access_log import note_error
+from deepinfer.server.errors import as_request_error, error_response
+from deepinfer.server.protocols import errors_of
+
+Respond = Callable[[Request, Any, int], Awaitable[Any]]
+"""Request, its parsed body, and how many bytes that had -> an ASGI response."""
+
+
+def body_route(path: str, model: type[Body], respond: Respond, *, summary: str, name: str) -> APIRoute:
+    """A POST route. What `respond` raises is answered in the shape of the path's protocol."""
+
+    async def endpoint(body: Any) -> Response:
+        raise AssertionError("the route reads its body itself")
+
+    endpoint.__annotations__ = {"body": model, "return": Response}
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            async def handle(request: Request) -> Response:
+                try:
+                    raw = await request.body()
+                    body = parse(model, decode_json(raw, request.headers.get("content-type")))
+                    response: Response = await respond(request, body, len(raw))
+                    return response
+                except Exception as error:
+                    known = as_request_error(error)
+                    note_error(request.scope, known)
+                    return error_response(known, errors_of(path))
+
+            return handle
+
+    return BodyRoute(path, endpoint, methods=["POST"], summary=summary, name=name, responses=ERRORS)
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in (
+        (400, "The request cannot be served as it is; `param` names the field."),
+        (401, "No valid API key."),
+        (404, "No such model or object."),
+        (408, "The body came too slowly."),
+        (409, "An idempotency key whose answer is not at hand."),
+        (413, "The body is too large."),
+        (415, "The body is not JSON."),
+        (422, "An idempotency key that belongs to another request."),
+        (429, "A quota of the key is used up."),
+        (500, "The engine failed."),
+        (503, "Not now: loading, draining, or overloaded."),
+    )
+}
+
+
+def decode_json(raw: bytes, content_type: str | None) -> Any:
+    """The body as Python objects. RequestError.
+
+    The content type is asked for because browsers send anything else to anybody without asking: a page from elsewhere
+    must not use the server of whoever looks at it.
+    """
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        what = f"not {kind!r:.80}" if kind else "and none was given"
+        raise RequestError(f"content-type: must be application/json, {what}", status=415, param="content-type")
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except RecursionError:
+        raise RequestError("the body: nests too deeply") from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
+        raise RequestError(f"the body: is not valid JSON in UTF-8 ({error})") from None

@@ -1,0 +1,170 @@
+"""`deepinfer serve`: from settings to a process that listens, and from a signal to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from deepinfer.engine.model_core import ModelCore
+from deepinfer.grammar.checker import Checker
+from deepinfer.grammar.vocabulary import Vocabulary
+from deepinfer.metrics.server import ServerMetrics
+from deepinfer.model.config import ModelConfig
+from deepinfer.server.access_log import LogWriter
+from deepinfer.server.app import whole_app
+from deepinfer.server.asgi import App
+from deepinfer.server.connections import ConnectionLimits, bounded_protocol
+from deepinfer.server.engine_host import EngineHost
+from deepinfer.server.gate import Gate
+from deepinfer.server.keys import KeyRing
+from deepinfer.server.models import ServedModel
+from deepinfer.server.response_store import ResponseStore, StoreLimits
+from deepinfer.server.settings import ServerSettings
+from deepinfer.server.state import ServerState
+from deepinfer.server.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+CLOSING_SECONDS = 2  # that connections have to close when everything is answered
+
+
+def serve(core: ModelCore, settings: ServerSettings) -> int:
+    """Serves until a signal; returns the exit code. ValueError or OSError for what cannot be: a file of keys, a
+    checkpoint, an address in use."""
+    model = ServedModel.load(core.path, core.settings, settings.model_names)
+    keys = None if settings.keys is None else KeyRing.load(settings.keys)
+    tracing = None if settings.trace_endpoint is None else Tracing(settings.trace_endpoint)
+    state = make_state(core, settings, model, keys)
+    log = LogWriter(sys.stderr.buffer) if settings.access_log else None
+    app = whole_app(state, write_log=None if log is None else log.write, tracing=tracing)
+    for line in (f"deepinfer: serving {', '.join(model.names)}", *(f"  {line}" for line in settings.describe())):
+        print(line, file=sys.stderr, flush=True)
+    server = Server(app, state)
+    try:
+        server.run()
+    finally:
+        if tracing is not None:
+            tracing.close()
+        if log is not None:
+            log.close()
+    return server.exit_code
+
+
+def make_state(core: ModelCore, settings: ServerSettings, model: ServedModel, keys: KeyRing | None) -> ServerState:
+    """Everything that routes share; nothing of the engine has begun yet."""
+    end = ModelConfig.from_dir(core.path).eos_token_id
+    vocabulary = Vocabulary.from_tokenizer_file(Path(core.path) / "tokenizer.json", model.vocab_size, end)
+    return ServerState(
+        settings,
+        model,
+        EngineHost(core, model=model.name, hang_timeout=settings.hang_timeout),
+        Gate(
+            keys,
+            max_running=settings.max_running,
+            max_queued_requests=settings.max_queued_requests,
+            max_queued_tokens=settings.max_queued_tokens,
+        ),
+        Checker(vocabulary, workers=settings.grammar_workers, time_limit=settings.grammar_seconds),
+        ServerMetrics(model.name),
+        ResponseStore(settings.store, StoreLimits(max_bytes=settings.store_bytes)),
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our own beginning and end.
+
+    The first SIGTERM or SIGINT makes /ready say no and refuses what is new, while connections are still accepted, so
+    that balancers can see it; when all is answered, or after the drain's time, the process ends with code 0. A second
+    signal ends it at once (128 + signal).
+    """
+
+    def __init__(self, app: App, state: ServerState) -> None:
+        settings = state.settings
+        limits = ConnectionLimits(write_seconds=settings.stall_timeout)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                http=bounded_protocol(limits),
+                loop="uvloop",
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=CLOSING_SECONDS,
+                backlog=1024,
+            )
+        )
+        self.state = state
+        self.exit_code = 0
+        self._keeper: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._signals = 0
+
+    def run(self, sockets: object = None) -> None:
+        super().run()
+        if self._failure is not None:
+            raise self._failure
+
+    async def startup(self, sockets: object = None) -> None:
+        await self.state.host.start()
+        try:
+            await super().startup()
+        except BaseException:
+            await self.state.close()
+            raise
+        address = self.servers[0].sockets[0].getsockname()
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        print(f"deepinfer: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
+        self._keeper = asyncio.create_task(self._watch_start())
+
+    async def shutdown(self, sockets: object = None) -> None:
+        await super().shutdown()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self.state.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by a signal, wherever the process is."""
+        self._signals += 1
+        if self._signals == 1:
+            self.state.draining = True
+            asyncio.get_event_loop_policy().get_event_loop().call_soon_threadsafe(self._begin_drain, sig)
+        else:
+            self.exit_code = 128 + sig
+            self.force_exit = self.should_exit = True
+
+    async def _watch_start(self) -> None:
+        try:
+            await self.state.host.wait_ready()
+        except Exception as error:
+            self._failure = error
+            self.should_exit = True
+            return
+        gc.collect()
+        gc.freeze()  # what is there now stays; collections while streams run need not look at it
+        print("deepinfer: ready", file=sys.stderr, flush=True)
+
+    def _begin_drain(self, sig: int) -> None:
+        self._drainer = asyncio.create_task(self._drain(signal.Signals(sig).name))
+
+    async def _drain(self, name: str) -> None:
+        settings = self.state.settings
+        print(f"deepinfer: {name}, {self.state.num_open} answers to finish", file=sys.stderr, flush=True)
+        _, in_time = await asyncio.gather(asyncio.sleep(settings.drain_grace), self.state.drain(settings.drain_timeout))
+        if not in_time:
+            logger.warning("%d answers were not finished in %g s", self.state.num_open, settings.drain_timeout)
+            self.force_exit = True
+        self.should_exit = True
