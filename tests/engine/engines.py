@@ -12,6 +12,7 @@ from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.grammars import Grammars
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.model.config import ModelConfig
 from deepinfer.speculation.budget import CostCurve, StepCosts
@@ -70,6 +71,7 @@ def make_engine(
     refused_ids: dict[int, str] | None = None,
     clock: Callable[[], float] | None = None,
     offload_unit: int = 1000,
+    grammars: Grammars | None = None,
 ) -> Engine:
     """offload_unit: bytes of `offload_bytes` that one offloaded block is said to take."""
     runner = make_runner(
@@ -88,6 +90,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         refused_ids=refused_ids,
         planner=planner,
+        grammars=grammars,
         **timed,
     )
     return Engine(core, detokenizer=detokenizer, **timed)

@@ -18,6 +18,7 @@ from torch import Tensor
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.grammars import Grammars
 from deepinfer.engine.outputs import RequestOutput
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.model.batch import Batch
@@ -81,6 +82,7 @@ def make_engine(
     clock: Callable[[], float] | None = None,
     refused_ids: dict[int, str] | None = None,
     right: float = 0.8,
+    grammars: Grammars | None = None,
     **options,
 ) -> Engine:
     """options: further fields of EngineConfig. Prefix caching is off unless asked for: the counts of blocks in tests
@@ -104,6 +106,7 @@ def make_engine(
         refused_ids=refused_ids,
         clock=clock,
         offload_unit=1024,
+        grammars=grammars,
     )
 
 
