@@ -48,58 +48,62 @@ class GateStats(NamedTuple):
 class Admission:
     """A request that was let in. What it reserved goes back when the `async with` ends."""
 
-    def __init__(self, gate: Gate, principal: Principal, account: Account, amounts: dict[str, float]) -> None:
+    def __init__(self, gate: Gate, principal: Principal, account: Account, prompt_tokens: int, max_tokens: int) -> None:
         self.principal = principal
         self.tenant, self.salt, self.limits, self.key_id = principal
         self.cache_salt = principal.cache_salt
         self._gate = gate
         self._account = account
-        self._amounts = amounts
+        self._prompt_tokens = prompt_tokens
+        self._max_tokens = max_tokens
+        self._reserved = {"input_tokens": 0.0, "output_tokens": 0.0}
         self._arrival = gate._now()
         self._waits = True
         self._settled = False
 
     def resize(self, prompt_tokens: int, max_tokens: int | None = None) -> None:
-        """The prompt is encoded: reserves what it really takes. Never refuses: a debt delays the key's next request."""
+        """The prompt is encoded: reserves what it really has. Never refuses: a debt delays the key's next request."""
         if self._settled:
             return
-        amounts = {**self._amounts, "input_tokens": prompt_tokens}
-        if max_tokens is not None:
-            amounts["output_tokens"] = self._account.expected_output(max_tokens)
         if self._waits:
-            self._gate._queued_tokens += int(amounts["input_tokens"] - self._amounts["input_tokens"])
-        self._correct(amounts)
+            self._gate._queued_tokens += prompt_tokens - self._prompt_tokens
+        self._prompt_tokens = prompt_tokens
+        self._max_tokens = self._max_tokens if max_tokens is None else max_tokens
+        self._reserve(*self._account.expected(self._prompt_tokens, self._max_tokens))
 
     def started(self) -> None:
         """It has its first token (or needs none): it leaves the queue. Further calls do nothing."""
-        if self._waits:
-            self._waits = False
-            self._gate._leave_queue(int(self._amounts["input_tokens"]), self._gate._now() - self._arrival)
+        self._leave_queue(self._gate._now() - self._arrival)
 
     def settle(self, usage: Usage) -> None:
         """What it took in truth: input tokens that were computed, output tokens of all completions. Once."""
         if self._settled:
             return
-        computed = max(0, usage.prompt_tokens - usage.cached_tokens)
-        self.started()
-        self._correct({**self._amounts, "input_tokens": computed, "output_tokens": usage.completion_tokens})
-        self._account.saw_output(usage.completion_tokens)
         self._settled = True
+        computed = max(0, usage.prompt_tokens - usage.cached_tokens)
+        self._reserve(computed, usage.completion_tokens)
+        self._account.learn(usage.prompt_tokens, computed, usage.completion_tokens)
 
     def headers(self) -> Headers:
         """x-ratelimit-* of the key, as things stand."""
         return self._account.headers(self._gate._now())
 
-    def _correct(self, amounts: dict[str, float]) -> None:
-        difference = {name: amount - self._amounts.get(name, 0) for name, amount in amounts.items()}
+    def _reserve(self, input_tokens: float, output_tokens: float) -> None:
+        """In place of what is reserved."""
+        amounts = {"input_tokens": input_tokens, "output_tokens": output_tokens}
+        difference = {name: amount - self._reserved[name] for name, amount in amounts.items()}
         self._account.take(difference, self._gate._now())
-        self._amounts = amounts
+        self._reserved = amounts
+
+    def _leave_queue(self, seconds: float | None) -> None:
+        if self._waits:
+            self._waits = False
+            self._gate._leave_queue(self._prompt_tokens, seconds)
 
     def _close(self) -> None:
-        if self._waits:  # it never reached a token: only the request itself counts
-            self._waits = False
-            self._gate._leave_queue(int(self._amounts["input_tokens"]), None)
-            self._correct({**self._amounts, "input_tokens": 0, "output_tokens": 0})
+        if self._waits and not self._settled:  # it never reached a token: only the request itself counts
+            self._reserve(0, 0)
+        self._leave_queue(None)
         self._settled = True
 
 
@@ -169,20 +173,18 @@ class Gate:
         principal = who if isinstance(who, Principal) else self.authenticate(who)
         account = self._account(principal)
         now = self._now()
-        amounts = {
-            "requests": 1.0,
-            "input_tokens": float(prompt_tokens_estimate),
-            "output_tokens": account.expected_output(max_tokens),
-        }
+        input_tokens, output_tokens = account.expected(prompt_tokens_estimate, max_tokens)
+        amounts = {"requests": 1.0, "input_tokens": input_tokens, "output_tokens": output_tokens}
         if (shortage := account.shortage(amounts, now)) is not None:
             raise self._over_quota(*shortage, account, now)
         self._check_capacity(prompt_tokens_estimate, kind)
-        account.take(amounts, now)
-        admission = Admission(self, principal, account, amounts)
+        account.take({"requests": 1.0}, now)
+        admission = Admission(self, principal, account, prompt_tokens_estimate, max_tokens)
         account.running += 1
         self._running += 1
         self._queued += 1
         self._queued_tokens += prompt_tokens_estimate
+        admission.resize(prompt_tokens_estimate, max_tokens)
         try:
             yield admission
         finally:

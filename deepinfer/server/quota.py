@@ -1,8 +1,8 @@
 """Quotas of a key: token buckets for requests, input tokens and output tokens a minute, and a number at a time.
 
-What a request will cost is reserved when it is let in and settled when it ends, for input tokens without those that
-the prefix cache had. A bucket may go below zero: one request of more than a minute's quota is let in when the bucket
-is full, and those after it wait until it is paid off. So the rate holds in the mean, and no request is impossible.
+What a request will probably cost is reserved when it is let in and settled when it ends, for input tokens without those
+that the prefix cache had. A bucket may go below zero: one request of more than a minute's quota is let in when it is
+full, and those after it wait until it is paid off. So the rate holds in the mean, and no request is impossible.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NAMES = ("requests", "input_tokens", "output_tokens")
 """Of the buckets, as in the headers."""
 EXPECTED_OUTPUT = 256.0
 """Output tokens that are reserved for the first request of a key; then the mean of what its requests made."""
-_MEMORY = 0.1  # weight of the latest request in that mean
+_MEMORY = 0.1  # weight of the latest request in such means
 
 
 class Account:
@@ -64,7 +64,8 @@ class Account:
     def __init__(self, limits: KeyLimits, now: float) -> None:
         self.limits = limits
         self.running = 0
-        self._expected = EXPECTED_OUTPUT
+        self._mean_output = EXPECTED_OUTPUT
+        self._computed_share = 1.0  # of prompts, what the prefix cache did not have
         self._buckets = {
             name: Bucket(limit, now) for name, limit in zip(NAMES, limits[:3], strict=True) if limit is not None
         }
@@ -79,12 +80,19 @@ class Account:
                 if name in old:
                     bucket.take(bucket.capacity * (1 - old[name].level(now) / old[name].capacity), now)
 
-    def expected_output(self, max_tokens: int) -> float:
-        """Tokens to reserve for the output of a request that may make `max_tokens`."""
-        return min(self._expected, max_tokens)
+    def expected(self, prompt_tokens: int, max_tokens: int) -> tuple[float, float]:
+        """(input, output) tokens to reserve for a request, judged by the key's earlier ones. What it takes more in the
+        end is a debt: a client whose prompts are mostly cached is not held to their full length, nor one that leaves
+        max_tokens at its default to that.
+        """
+        return prompt_tokens * self._computed_share, min(self._mean_output, max_tokens)
 
-    def saw_output(self, tokens: int) -> None:
-        self._expected += _MEMORY * (tokens - self._expected)
+    def learn(self, prompt_tokens: int, computed_tokens: int, output_tokens: int) -> None:
+        """What a request took in truth; of one that never ran there is nothing to learn."""
+        if not prompt_tokens:
+            return
+        self._computed_share += _MEMORY * (computed_tokens / prompt_tokens - self._computed_share)
+        self._mean_output += _MEMORY * (output_tokens - self._mean_output)
 
     def shortage(self, amounts: dict[str, float], now: float) -> tuple[str, float] | None:
         """The quota that does not allow `amounts` now, with the seconds until it does: of several the one that takes
