@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 from deepinfer.codec.errors import RequestError
 
+MAX_DEPTH = 128  # objects and lists inside each other; twice the depth that a schema may have
 MAX_IGNORED = 32  # names in the header that lists ignored fields
 
 
@@ -33,27 +34,39 @@ class Body(Part):
 
 
 def check_unicode(data: Any) -> None:
-    """RequestError naming the place of a text or key in `data` (decoded JSON) that holds a lone surrogate."""
-    stack: list[tuple[tuple[str, ...], Any]] = [((), data)]
+    """RequestError naming the place of a text or key in `data` (decoded JSON) that holds a lone surrogate, or that lies
+    deeper than anything that is asked for: what comes later may recurse.
+
+    Linear in the size of the body: a place is a chain of links until somebody wants to read it.
+    """
+    stack: list[tuple[_Link, int, Any]] = [(None, 0, data)]
     while stack:
-        path, value = stack.pop()
+        link, depth, value = stack.pop()
         if isinstance(value, str):
             if not _writable(value):
-                raise _half_a_pair(path)
+                raise _error_at(link, "holds half of a surrogate pair; send valid Unicode text")
+        elif depth > MAX_DEPTH:
+            raise _error_at(link, f"is nested too deeply; a body may have {MAX_DEPTH} levels")
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 if isinstance(key, str) and not _writable(key):
-                    raise _half_a_pair((*path, ascii(key)[1:-1]))
+                    raise _error_at((ascii(key)[1:-1], link), "the key holds half of a surrogate pair")
                 if _may_hold_text(item):
-                    stack.append(((*path, str(key)), item))
+                    stack.append(((key, link), depth + 1, item))
         elif isinstance(value, list):
-            stack.extend(((*path, str(i)), item) for i, item in enumerate(value) if _may_hold_text(item))
+            stack.extend(((i, link), depth + 1, item) for i, item in enumerate(value) if _may_hold_text(item))
 
 
-def _half_a_pair(path: Sequence[str]) -> RequestError:
-    param = ".".join(path) or None
-    message = f"{param or 'the body'}: holds half of a surrogate pair; send valid Unicode text"
-    return RequestError(message, param=param)
+_Link = tuple[Any, "_Link"] | None  # the last step of a place, and those before
+
+
+def _error_at(link: _Link, what: str) -> RequestError:
+    steps: list[str] = []
+    while link is not None:
+        step, link = link
+        steps.append(str(step)[:64])
+    param = ".".join(reversed(steps))
+    return RequestError(f"{param or 'the body'}: {what}", param=param or None)
 
 
 def _may_hold_text(value: Any) -> bool:
@@ -94,10 +107,19 @@ def _unknown_keys(part: Part, path: str, found: dict[str, None], honoured: froze
 
 
 def short(value: Any) -> str:
-    """A value for an error message."""
-    text = ascii(value) if not isinstance(value, str) else repr(value)
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """A value for an error message: a beginning of a text, only the kind of what could be long and deep."""
+    if isinstance(value, str):
+        text = repr(value[:81]).encode("utf-8", "backslashreplace").decode()
+        return text if len(value) <= 80 else f"{text[:77]}..."
+    if isinstance(value, Mapping):
+        return "an object" if value else "an empty object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}" if value else "an empty list"
+    if isinstance(value, bool | None):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and abs(value) >= 10**70:
+        return "a number of many digits"  # Python refuses to print those of more than 4,300
+    return ascii(value)[:80]
 
 
 B = TypeVar("B", bound=Body)
@@ -170,7 +192,7 @@ _PHRASES = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "too_long": "may have at most {max_length} entries",
-    "too_short": "needs at least {min_length} entries",
+    "too_short": "needs {min_length} or more entries",
     "string_too_long": "may have at most {max_length} characters",
 }
 

@@ -31,8 +31,9 @@ def structural_tag_grammar(structures: list[TagStructure] | None, triggers: list
     triggers = list(dict.fromkeys(triggers))
     for i, trigger in enumerate(triggers):
         if not trigger or any(other in trigger for other in triggers if other != trigger):
-            message = f"{param}.triggers: {short(trigger)} is empty or contains another trigger, which comes first"
-            raise RequestError(message, param=f"{param}.triggers.{i}")
+            place = f"{param}.triggers.{i}"
+            message = f"{place}: {short(trigger)} is empty or contains another trigger, which comes first"
+            raise RequestError(message, param=place)
     bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
     for i, tag in enumerate(structures):
         trigger = next((one for one in triggers if tag.begin.startswith(one)), "")
