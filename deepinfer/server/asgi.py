@@ -15,7 +15,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-LINGER_SECONDS = 2.0
+LINGER_SECONDS = 1.0
 LINGER_BYTES = 64 << 20
 """What is read of a body that nobody wants, so that the client gets to read why."""
 

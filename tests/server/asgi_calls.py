@@ -43,6 +43,7 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     complete: bool = False
+    unread: int = 0  # pieces of the request that had not been taken when the answer began
 
     @property
     def json(self) -> Any:
@@ -77,7 +78,7 @@ class Call:
         if self._send_delay:
             await asyncio.sleep(self._send_delay)
         if message["type"] == "http.response.start":
-            self.answer.status = message["status"]
+            self.answer.status, self.answer.unread = message["status"], len(self._pieces)
             self.answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
         else:
             self.answer.body += message.get("body", b"")
