@@ -6,6 +6,9 @@ DP 0; INPUT: '...'; OUTPUT: '...'; output_tokens=...; accept_rate=...; decode_pp
 accept_rate is accepted over verified drafts, N/A without drafting (--nextn 0, or a checkpoint without draft stages).
 decode_ppl is exp of the mean negative log-probability that the model itself gave to the tokens it generated.
 
+--check_structured_output answers a regex, a JSON schema and an EBNF grammar instead, one line each:
+STRUCTURED regex; OUTPUT: '...'; output_tokens=...; accept_rate=...; ok
+
 The flags are the vendor's; DEEPINFER_BATCH_INVARIANT, DEEPINFER_ENABLE_MTP_VARLEN and DEEPINFER_USE_NEXTN_DECODE count
 too (docs/environment.md).
 """
@@ -13,6 +16,9 @@ too (docs/environment.md).
 import argparse
 import json
 import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from deepinfer import LLM, CompletionOutput, RequestOutput, SamplingParams
 from deepinfer.codec.conversation import Conversation, Turn
@@ -91,6 +97,69 @@ def as_record(output: RequestOutput, completion: CompletionOutput) -> dict[str, 
     }
 
 
+class Check(NamedTuple):
+    name: str
+    prompt: str
+    asked: dict[str, Any]  # of SamplingParams
+    is_met: Callable[[str], object]  # by a reader that knows nothing of grammars
+
+
+def is_person(text: str) -> bool:
+    """Whether the text is what PERSON describes."""
+    try:
+        person = json.loads(text)
+    except ValueError:
+        return False
+    return (
+        isinstance(person, dict)
+        and person.keys() == {"name", "age", "likes"}
+        and isinstance(person["name"], str)
+        and len(person["name"]) <= 20
+        and isinstance(person["age"], int)
+        and 0 <= person["age"] <= 150
+        and isinstance(person["likes"], list)
+        and len(person["likes"]) <= 3
+        and all(like in THINGS for like in person["likes"])
+    )
+
+
+DATE = r"(Mon|Tues|Wednes|Thurs|Fri)day, [1-9]\d? (January|June|October) \d{4}"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": THINGS}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+SUM = 'root ::= number (" " [-+*] " " number){1,4}\nnumber ::= [0-9]{1,3}'
+CHECKS = (
+    Check("regex", "We meet on ", {"regex": DATE}, re.compile(DATE).fullmatch),
+    Check("JSON", "A person, as JSON: ", {"json_schema": PERSON}, is_person),
+    Check("EBNF", "An exercise: ", {"ebnf": SUM}, re.compile(r"\d{1,3}( [-+*] \d{1,3}){1,4}").fullmatch),
+)
+
+
+def check_structured_output(llm: LLM, params: SamplingParams) -> bool:
+    """A line for each of CHECKS, all of them in one batch; True if every answer is what was asked for and has ended
+    with the model's end token, as one that is whole does."""
+    asked = [params.with_changes(max_tokens=None, **check.asked) for check in CHECKS]
+    outputs = llm.generate([check.prompt for check in CHECKS], asked)
+    fine = True
+    for check, output in zip(CHECKS, outputs, strict=True):
+        for completion in output.outputs:
+            ended = completion.finish_reason == "stop" and completion.token_id[-1] == llm.config.eos_token_id
+            verdict = "not what was asked" if not check.is_met(completion.text) else "ok" if ended else "not ended"
+            fine = fine and verdict == "ok"
+            print(
+                f"STRUCTURED {check.name}; OUTPUT: {completion.text!r}; output_tokens={len(completion.token_id)}; "
+                f"accept_rate={number(accept_rate(completion))}; {verdict}"
+            )
+    return fine
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -118,14 +187,16 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--yoco_clip", action="store_true", help="decoder truncation of prompts: faster, not exact")
     parser.add_argument("--result_jsonl", metavar="FILE", help="also write one JSON object per completion to this file")
-    parser.add_argument("--check_structured_output", action="store_true", help="not built yet; refused")
+    parser.add_argument(
+        "--check_structured_output",
+        action="store_true",
+        help="answer a regex, a JSON schema and an EBNF grammar instead of the prompts; exit code 1 if one is not met",
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    if options.check_structured_output:
-        raise SystemExit("error: check_structured_output: structured output is not built yet; leave the flag out")
     top_k = options.top_k
     if options.sampler_force_topk is not None:
         top_k = min(top_k if top_k > 0 else options.sampler_force_topk, options.sampler_force_topk)
@@ -148,6 +219,8 @@ def main() -> None:
         dp=options.dp,
         cp=options.cp,
     )
+    if options.check_structured_output:
+        raise SystemExit(0 if check_structured_output(llm, params) else 1)
     if options.long_context:
         tokens, output_tokens = long_context(llm.engine_config.max_model_len)
         prompts = [long_prompt(llm, tokens)]

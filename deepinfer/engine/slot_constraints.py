@@ -36,7 +36,7 @@ class _Entry:
         end = next((at for at, token in enumerate(token_ids) if token in self.ends), None)
         try:
             self.constraint.accept(token_ids[:end])
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
         self.ended = end is not None  # whoever fails behind its end is not asked again
 
@@ -45,7 +45,10 @@ class _Entry:
             self.fail(self.constraint.error)
         return self.constraint is None
 
-    def fail(self, error: Exception | str) -> None:
+    def fail(self, error: BaseException | str) -> None:
+        """Also by what a matcher in another language throws, which is no Exception; an interrupt is nobody's failure."""
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
         logger.warning("a sequence ends, its constraint failed: %s", error)
         self.constraint = None
 
@@ -53,7 +56,7 @@ class _Entry:
         entry = _Entry(None, self.ends, self.ended)
         try:
             entry.constraint = None if self.constraint is None else self.constraint.copy()
-        except Exception as error:
+        except BaseException as error:
             entry.fail(error)
         return entry
 
@@ -138,17 +141,16 @@ class StepMasks:
 
     def _filled(self) -> Masks:
         """The rows of the jobs. Where all at once went wrong, one by one, to find out whose fault it is."""
-        try:
+        if (error := self._future.exception()) is None:
             filled = self._future.result()
             return filled if filled.flags.writeable else filled.copy()  # torch takes no others
-        except Exception as error:
-            logger.warning("the masks of a step could not be filled together: %r", error)
+        logger.warning("the masks of a step could not be filled together: %r", error)
         parts = []
         for entry, path in self._jobs.items():
             try:
                 assert entry.constraint is not None
                 parts.append(entry.constraint.masks(path))
-            except Exception as error:
+            except BaseException as error:
                 entry.fail(error)
                 parts.append(np.zeros((len(path) + 1, self._words), np.int32))
         return np.concatenate(parts)
