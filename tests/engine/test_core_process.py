@@ -211,6 +211,10 @@ def bad_request(**changes: Any) -> bytes:
         ({"prompt_token_ids": ["<i4", (9999).to_bytes(4, "little")]}, "prompt_token_ids", "entry 0"),
         ({"prompt_token_ids": ["<i4", bytes(4 * 512)]}, "prompt", "512"),
         ({"prompt_token_ids": 7}, "request", "prompt_token_ids"),
+        ({"params": {"regex": "a", "ebnf": 'root ::= "b"', "ignore_eos": False}}, "ebnf", "together with regex"),
+        ({"params": {"regex": "a" * 10_000, "ignore_eos": False}}, "regex", "longer than"),
+        ({"params": {"structure": {"content": {"kind": "regex", "source": 5}}}}, "request", "structure"),
+        ({"params": {"structure": {"tool_mode": "always"}}}, "request", "structure"),
     ],
 )
 def test_a_bad_request_is_refused_under_its_number(endpoint: str, changes: dict, field: str, words: str) -> None:
@@ -221,6 +225,40 @@ def test_a_bad_request_is_refused_under_its_number(endpoint: str, changes: dict,
         assert words in refusal.message
         client.add(77, prompt(2))  # nothing of it is left, its number is free
         client.finish(77)
+
+
+def test_a_grammar_that_makes_no_sense_is_refused_under_its_number_and_the_others_go_on(endpoint: str) -> None:
+    """That shows only when it is compiled, after the request was let in."""
+    good = SamplingParams(temperature=0.0, max_tokens=20, regex="[a-f]{9}")
+    with RawClient(endpoint) as client:
+        before = client.stats()
+        client.add(1, prompt(1), LONG)
+        for number, fields in ((2, {"regex": "("}), (3, {"json_schema": "{"}), (4, {"ebnf": "x", "n": 3})):
+            client.add(number, prompt(2), SamplingParams(max_tokens=8, **fields))
+        client.add(5, prompt(3), good)
+        client.finish(1, 5)
+        assert len(client.tokens[1]) == MANY and client.ends[5] == "stop"
+        refused = {m.number: m.field for m in client.messages if isinstance(m, wire.Refused)}
+        assert refused == {2: "regex", 3: "json_schema", 4: "ebnf"}
+        assert not client.tokens.keys() & refused.keys() and not client.ends.keys() & refused.keys()
+        client.add(2, prompt(2))  # nothing of it is left, its number is free
+        client.finish(2)
+        stats = client.stats()
+        for name in ("regex", "json_schema", "ebnf"):
+            assert stats.rejections[name] == before.rejections.get(name, 0) + 1
+        assert stats.grammar_cache["error"] == before.grammar_cache["error"] + 3
+        assert stats.grammar_cache["miss"] == before.grammar_cache["miss"] + 1
+
+
+def test_a_request_that_is_aborted_while_its_grammar_is_compiled_leaves_nothing(endpoint: str) -> None:
+    with RawClient(endpoint) as client:
+        for number in range(20):
+            client.add(number, prompt(1), SamplingParams(max_tokens=50, n=2, regex=f"[a-z]{{{number + 1},400}}"))
+            client.say(wire.Abort(number=number))
+        client.add(100, prompt(1))
+        client.finish(100)
+        wait_until(lambda: is_empty(client.stats()))
+        assert set(client.ends) == {100}
 
 
 def test_a_number_in_use_is_refused_and_its_first_owner_goes_on(endpoint: str) -> None:
