@@ -180,14 +180,15 @@ def _top_logprobs(body: ResponsesRequest) -> int | None:
 
 
 def _ignored(body: ResponsesRequest, offered: Offered, thinking: bool) -> list[str]:
-    ignored = ignored_fields(body, ("max_tool_calls",))
+    ignored = ignored_fields(body, ("max_tool_calls",), honoured=("n",))
     if body.thinking_token_budget is not None and not thinking:
         ignored.append("thinking_token_budget")
     if body.reasoning is not None and (body.reasoning.summary or body.reasoning.generate_summary):
         ignored.append("reasoning.summary")
     if body.text is not None and body.text.verbosity is not None:
         ignored.append("text.verbosity")
-    ignored.extend(f"include.{name}" for name in body.include or () if name not in (LOGPROBS, ENCRYPTED))
+    if any(name not in (LOGPROBS, ENCRYPTED) for name in body.include or ()):
+        ignored.append("include")
     return [*ignored, *offered.ignored]
 
 

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-import deepseek_recipe
 from pydantic import Discriminator, Field, Tag
 
 from deepinfer.codec.body import Part, short
@@ -159,7 +158,7 @@ def read_tools(declared: Sequence[tuple[str, Sequence[Any]]]) -> Offered:
         for place, field in enumerate(fields):
             where = f"{param}.{place}"
             if isinstance(field, OtherTool) and field.type.startswith("web_search"):
-                ignored.append(f"{param}.{field.type}")
+                ignored.append("tools.web_search")
                 continue
             for tool, name, tool_param in _tools_of(field, where):
                 if tool.name not in earlier:
@@ -201,6 +200,8 @@ def _function(field: FunctionTool, name: str, description: str | None) -> Tool:
 @functools.cache
 def _apply_patch() -> Tool:
     """The vendor's own description of the tool, which the model was trained with, out of the vendor's package."""
+    import deepseek_recipe  # when first used: 45 ms that the command line need not wait for
+
     options = deepseek_recipe.ConversionOptions()
     body = {
         "model": "DeepSeek-V4.1-Flash",
