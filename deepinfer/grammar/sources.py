@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from llguidance.gbnf_to_lark import any_to_lark
 
+from deepinfer.grammar import patterns
 from deepinfer.grammar.errors import GrammarError
+from deepinfer.grammar.schema import enforceable, parse_schema
 from deepinfer.grammar.structure import Grammar
 
 # The matcher would otherwise look for text that is forced, and pin its tokenization: a grammar that goes on for ever
@@ -18,43 +19,22 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 # model can write spaces until its budget ends.
 WHITESPACE = r"[ ]{1,2}|\r?\n[ \t]{0,64}"
 FLEXIBLE: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+OBJECT = {"type": "object"}
 
 
 def content_lark(grammar: Grammar) -> str:
     """GrammarError for a source that does not parse as what it should be."""
     match grammar.kind:
         case "json_object":
-            return HEADER + "start: " + json_rule({"type": "object"})
+            return f"{HEADER}start: {json_rule(OBJECT)}\n"
         case "json_schema":
-            return HEADER + "start: " + json_rule(parse_schema(grammar.source))
+            return f"{HEADER}start: {json_rule(enforceable(parse_schema(grammar.source)))}\n"
         case "regex":
-            return HEADER + "start: " + regex_rule(parse_regex(grammar.source))
+            return f"{HEADER}start: TEXT\nTEXT: {patterns.term(patterns.whole(grammar.source))}\n"
         case "choice":
-            return HEADER + "start: CHOICE\nCHOICE: " + " | ".join(map(literal, parse_choices(grammar.source)))
+            return f"{HEADER}start: TEXT\nTEXT: {' | '.join(map(literal, parse_choices(grammar.source)))}\n"
         case "ebnf":
             return HEADER + ebnf_lark(grammar.source)
-
-
-def parse_schema(source: str) -> dict[str, Any]:
-    """A JSON schema from its text; `true` is the empty schema."""
-    try:
-        schema = json.loads(source, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"the JSON schema is not JSON: {error}") from None
-    if schema is True:
-        return {}
-    if schema is False:
-        raise GrammarError("the JSON schema `false` allows nothing")
-    if not isinstance(schema, dict):
-        raise GrammarError("a JSON schema must be an object, true or false")
-    return schema
-
-
-def parse_regex(source: str) -> str:
-    """The pattern, if it ends where its text ends."""
-    if re.fullmatch(r"(?:\\.|[^\\])*+", source, re.DOTALL) is None:
-        raise GrammarError("the regex ends in a lone backslash")
-    return source
 
 
 def parse_choices(source: str) -> list[str]:
@@ -68,14 +48,8 @@ def parse_choices(source: str) -> list[str]:
 
 
 def json_rule(schema: dict[str, Any], options: dict[str, Any] = FLEXIBLE) -> str:
-    """A place in a rule where a JSON text of this schema stands. options: of the matcher's "x-guidance"; a caller's own
-    would set limits that are not his to set."""
+    """A place in a rule where a JSON text of this schema stands. options: of the matcher's "x-guidance"."""
     return "%json " + json.dumps({**schema, "x-guidance": options})
-
-
-def regex_rule(pattern: str) -> str:
-    """A place in a rule where a text stands that all of this pattern matches."""
-    return "/" + re.sub(r"\\.|/", _escape_slash, pattern, flags=re.DOTALL) + "/"
 
 
 def literal(text: str) -> str:
@@ -88,11 +62,3 @@ def ebnf_lark(source: str) -> str:
         return any_to_lark(source).replace("%llguidance {}", "")
     except Exception as error:  # the converter raises bare Exception, and IndexError at the end of its input
         raise GrammarError(f"the grammar is neither GBNF nor Lark: {error}") from None
-
-
-def _escape_slash(match: re.Match[str]) -> str:
-    return "\\/" if match[0] == "/" else match[0]
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
