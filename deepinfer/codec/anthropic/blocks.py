@@ -66,21 +66,28 @@ class OtherBlock(Part):
     type: str
 
 
-_TAGS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_TAGS = {  # no names of fields: errors tell these from the client's keys by their spelling
+    "text": "a text",
+    "image": "an image",
+    "thinking": "thoughts",
+    "redacted_thinking": "redacted thoughts",
+    "tool_use": "a call",
+    "tool_result": "a result",
+}
 
 
 def _tag(block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return kind if kind in _TAGS else "another block"
+    return _TAGS.get(kind, "another block") if isinstance(kind, str) else "another block"
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ImageBlock, Tag("image")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
+    Annotated[TextBlock, Tag("a text")]
+    | Annotated[ImageBlock, Tag("an image")]
+    | Annotated[ThinkingBlock, Tag("thoughts")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted thoughts")]
+    | Annotated[ToolUseBlock, Tag("a call")]
+    | Annotated[ToolResultBlock, Tag("a result")]
     | Annotated[OtherBlock, Tag("another block")],
     Discriminator(_tag),
 ]
