@@ -91,7 +91,7 @@ async def prepare(
         **fields,
         n=generation.n,
         max_tokens=output_budget(generation, context, longest),
-        stop_token_ids=sorted({*generation.sampling.get("stop_token_ids", ()), *model.role_ids}),
+        stop_token_ids=_stop_ids(generation, model),
         logprobs=generation.top_logprobs or None,
         priority=TIERS.get(generation.service_tier or "", 0) if generation.priority is None else generation.priority,
         deadline=settings.request_timeout,
@@ -128,6 +128,12 @@ def sampling_fields(
     for word in generation.bad_words:
         bias |= _ban(word, model)
     return fields | {"logit_bias": bias} if bias else fields
+
+
+def _stop_ids(generation: GenerationRequest, model: ServedModel) -> list[int]:
+    """What the request names, and what no answer holds; but whoever ignores the end wants max_tokens in any case."""
+    given = generation.sampling.get("stop_token_ids", ())
+    return sorted({*given, *(() if generation.sampling.get("ignore_eos") else model.role_ids)})
 
 
 def output_budget(generation: GenerationRequest, context: int, prompt_tokens: int) -> int:

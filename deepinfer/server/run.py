@@ -6,12 +6,14 @@ import asyncio
 import gc
 import logging
 import signal
+import socket
 import sys
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
+from deepinfer.engine.core_process import MakeCore
 from deepinfer.engine.model_core import ModelCore
 from deepinfer.grammar.checker import Checker
 from deepinfer.grammar.vocabulary import Vocabulary
@@ -32,6 +34,7 @@ from deepinfer.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 1024
 CLOSING_SECONDS = 2  # that connections have to close when everything is answered
 
 
@@ -39,6 +42,7 @@ def serve(core: ModelCore, settings: ServerSettings) -> int:
     """Serves until a signal; returns the exit code. ValueError or OSError for what cannot be: a file of keys, a
     checkpoint, an address in use."""
     model = ServedModel.load(core.path, core.settings, settings.model_names)
+    listener = listen(settings.host, settings.port)
     keys = None if settings.keys is None else KeyRing.load(settings.keys)
     tracing = None if settings.trace_endpoint is None else Tracing(settings.trace_endpoint)
     state = make_state(core, settings, model, keys)
@@ -48,7 +52,7 @@ def serve(core: ModelCore, settings: ServerSettings) -> int:
         print(line, file=sys.stderr, flush=True)
     server = Server(app, state)
     try:
-        server.run()
+        server.run([listener])
     finally:
         if tracing is not None:
             tracing.close()
@@ -57,14 +61,21 @@ def serve(core: ModelCore, settings: ServerSettings) -> int:
     return server.exit_code
 
 
-def make_state(core: ModelCore, settings: ServerSettings, model: ServedModel, keys: KeyRing | None) -> ServerState:
-    """Everything that routes share; nothing of the engine has begun yet."""
+def make_state(
+    core: ModelCore,
+    settings: ServerSettings,
+    model: ServedModel,
+    keys: KeyRing | None = None,
+    make_core: MakeCore | None = None,
+) -> ServerState:
+    """Everything that routes share; nothing of the engine has begun yet. make_core: runs in place of `core`, for
+    tests and benchmarks."""
     end = ModelConfig.from_dir(core.path).eos_token_id
     vocabulary = Vocabulary.from_tokenizer_file(Path(core.path) / "tokenizer.json", model.vocab_size, end)
     return ServerState(
         settings,
         model,
-        EngineHost(core, model=model.name, hang_timeout=settings.hang_timeout),
+        EngineHost(make_core or core, model=model.name, hang_timeout=settings.hang_timeout),
         Gate(
             keys,
             max_running=settings.max_running,
@@ -75,6 +86,15 @@ def make_state(core: ModelCore, settings: ServerSettings, model: ServedModel, ke
         ServerMetrics(model.name),
         ResponseStore(settings.store, StoreLimits(max_bytes=settings.store_bytes)),
     )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections. OSError naming the address."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server((host, port), family=infos[0][0], backlog=BACKLOG)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
 
 
 class Server(uvicorn.Server):
@@ -103,7 +123,7 @@ class Server(uvicorn.Server):
                 date_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=CLOSING_SECONDS,
-                backlog=1024,
+                backlog=BACKLOG,
             )
         )
         self.state = state
@@ -111,26 +131,25 @@ class Server(uvicorn.Server):
         self._keeper: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drainer: asyncio.Task[None] | None = None
 
-    def run(self, sockets: object = None) -> None:
-        super().run()
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        super().run(sockets)
         if self._failure is not None:
             raise self._failure
 
-    async def startup(self, sockets: object = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await self.state.host.start()
-        try:
-            await super().startup()
-        except BaseException:
-            await self.state.close()
-            raise
+        await super().startup(sockets)
         address = self.servers[0].sockets[0].getsockname()
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         print(f"deepinfer: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
         self._keeper = asyncio.create_task(self._watch_start())
 
-    async def shutdown(self, sockets: object = None) -> None:
-        await super().shutdown()
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -141,7 +160,10 @@ class Server(uvicorn.Server):
         self._signals += 1
         if self._signals == 1:
             self.state.draining = True
-            asyncio.get_event_loop_policy().get_event_loop().call_soon_threadsafe(self._begin_drain, sig)
+            if self._loop is None:  # nothing has begun
+                self.should_exit = True
+            else:
+                self._loop.call_soon_threadsafe(self._begin_drain, sig)
         else:
             self.exit_code = 128 + sig
             self.force_exit = self.should_exit = True
