@@ -184,24 +184,31 @@ class ResponseStore:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.touch(mode=0o600)
-            database = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=1.0)
-            database.execute("PRAGMA locking_mode = EXCLUSIVE")
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            database.execute("PRAGMA journal_size_limit = 16777216")
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            tables = database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if version == 0 and tables == 0:
-                database.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
-            elif version != SCHEMA_VERSION:
-                raise StoreError(f"{self._path}: holds something else, or responses of another version of the server")
+            database = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=0.5)
+            try:
+                self._prepare(database)
+            except BaseException:
+                database.close()
+                raise
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"{self._path}: cannot keep responses there ({error})") from error
+        return database
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        version = database.execute("PRAGMA user_version").fetchone()[0]
+        tables = database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if version != SCHEMA_VERSION and (version or tables):
+            raise StoreError(f"{self._path}: holds something else, or responses of another version of the server")
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.execute("PRAGMA journal_size_limit = 16777216")
+        if version != SCHEMA_VERSION:
+            database.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
         self._database = database
         self._recount()
         with database:
             self._make_room(self._now())
-        return database
 
     def _recount(self) -> None:
         try:
