@@ -11,12 +11,10 @@ from deepinfer.codec.spellings import IMAGE
 _WITH_IMAGES = ("system", "user", "tool")
 
 
-def checked(conversation: Conversation) -> list[int]:
-    """Indices of the turns in the order to render, with the results of each call turn in the order of its calls.
-
-    Raises RequestError naming the turn: no turns; pictures where none can be, or not as many as their signs; a prefix
-    that is not the last assistant turn, or stands together with tools, calls or a JSON format that the prompt shows; a
-    call without a result before the next turn, or a result without its call.
+def check(conversation: Conversation) -> None:
+    """Raises RequestError naming the turn: no turns; pictures where none can be, or not as many as their signs; a
+    prefix that is not the last assistant turn, or stands together with tools, calls or a JSON format that the prompt
+    shows; a call without a result before the next turn, or a result without its call.
     """
     turns = conversation.turns
     if not turns:
@@ -24,7 +22,7 @@ def checked(conversation: Conversation) -> list[int]:
     for index in range(len(turns)):
         _check_images(turns, index)
         _check_prefix(conversation, index)
-    return _results_in_order(turns)
+    _check_results(turns)
 
 
 def error_at(turns: Sequence[Turn], index: int, what: str) -> RequestError:
@@ -60,28 +58,23 @@ def _check_prefix(conversation: Conversation, index: int) -> None:
         raise error_at(turns, index, f"a prefix cannot stand together with {form.param or 'a JSON response format'}")
 
 
-def _results_in_order(turns: Sequence[Turn]) -> list[int]:
-    ordered: list[int] = []
+def _check_results(turns: Sequence[Turn]) -> None:
     index = 0
     while index < len(turns):
         turn = turns[index]
-        if turn.role == "tool":  # results of calls are taken below, with their calls
+        if turn.role == "tool":  # results of calls are passed over below, with their calls
             raise error_at(turns, index, "a tool result must follow the assistant message that made the call")
-        ordered.append(index)
         index += 1
         if turn.role == "assistant" and turn.tool_calls:
-            results = _results(turns, index)
-            ordered += results
-            index += len(results)
-    return ordered
+            index = _behind_results(turns, index)
 
 
-def _results(turns: Sequence[Turn], start: int) -> list[int]:
-    """Indices of the results that stand from `start` on, in the order of the calls of the turn before."""
-    calls = [call.id for call in turns[start - 1].tool_calls]
-    if len(set(calls)) != len(calls):
+def _behind_results(turns: Sequence[Turn], start: int) -> int:
+    """The index behind the results that begin at `start`, of the calls of the turn before. They may be in any order."""
+    calls = {call.id for call in turns[start - 1].tool_calls}
+    if len(calls) < len(turns[start - 1].tool_calls):
         raise error_at(turns, start - 1, "two tool calls have the same id")
-    found: dict[str, int] = {}
+    missing = set(calls)
     index = start
     while index < len(turns) and turns[index].role == "tool":
         answered = turns[index].tool_call_id
@@ -89,14 +82,14 @@ def _results(turns: Sequence[Turn], start: int) -> list[int]:
             raise error_at(turns, index, "a tool result needs the id of the call that it answers")
         if answered not in calls:
             raise error_at(turns, index, f"no call of the assistant message before has the id {_short(answered)}")
-        if answered in found:
+        if answered not in missing:
             raise error_at(turns, index, f"a second result for the call {_short(answered)}")
-        found[answered] = index
+        missing.remove(answered)
         index += 1
-    for call in calls:
-        if call not in found:
-            raise error_at(turns, start - 1, f"the call {_short(call)} has no result before the next message")
-    return [found[call] for call in calls]
+    for call in turns[start - 1].tool_calls:
+        if call.id in missing:
+            raise error_at(turns, start - 1, f"the call {_short(call.id)} has no result before the next message")
+    return index
 
 
 def _short(text: str) -> str:

@@ -17,7 +17,7 @@ from deepinfer.codec.arguments import parameters
 from deepinfer.codec.conversation import Conversation, Image, Tool, Turn
 from deepinfer.codec.effort import REFERENCE, check_effort, with_effort
 from deepinfer.codec.errors import RequestError
-from deepinfer.codec.history import checked, error_at
+from deepinfer.codec.history import check, error_at
 from deepinfer.codec.spellings import ASSISTANT, BOS, CONTROL, DSML, END_THINK, IMAGE, PICTURE, THINK, Control
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def render(conversation: Conversation) -> Rendered:
     """The prompt of a conversation, up to where the assistant goes on. Raises RequestError naming the turn or field."""
     recipe = _recipe()
     check_effort(conversation.effort)
-    order = checked(conversation)
-    turns = [conversation.turns[index] for index in order]
+    check(conversation)
+    turns = conversation.turns
     images: list[Image] = []
-    messages = [_message(recipe, conversation.turns, index, images) for index in order]
+    messages = [_message(recipe, turns, index, images) for index in range(len(turns))]
     prompt = _encoding().render_conversation(_conversation(recipe, conversation, messages))
     segments = list(_segments(prompt.prompt, prompt.special_ranges))
     if conversation.thinking:
@@ -62,7 +62,7 @@ def render(conversation: Conversation) -> Rendered:
         tuple(segments),
         tuple(images[int(source.path)] for source in prompt.image_sources),
         starts,
-        turns[-1].text if turns[-1].prefix and starts == "content" else "",
+        turns[-1].text if turns[-1].prefix else "",
     )
 
 

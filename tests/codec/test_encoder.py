@@ -81,7 +81,7 @@ def as_vendors(conversation: Conversation) -> deepseek_recipe.Conversation:
     """The same conversation in the vendor's classes, where arguments and efforts are such that it renders alike."""
     messages: list[deepseek_recipe.Message] = []
     for turn in conversation.turns:
-        text = turn.text.replace("\ufdd0", "<｜image｜>")
+        text = turn.text.replace("\ufdd0", "<｜image｜>") if turn.images else turn.text
         if turn.role == "assistant":
             calls = [deepseek_recipe.ToolCall(*call) for call in turn.tool_calls]
             messages.append(deepseek_recipe.AssistantMessage(text, turn.reasoning, calls or None, turn.prefix))
