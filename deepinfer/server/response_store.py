@@ -204,7 +204,7 @@ class ResponseStore:
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA journal_size_limit = 16777216")
         if version != SCHEMA_VERSION:
-            database.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+            database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         self._database = database
         self._recount()
         with database:
