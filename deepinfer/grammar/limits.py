@@ -24,11 +24,11 @@ THINKING_BUDGET = 1 << 24
 
 _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _PATTERN_TEXT = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]?", re.DOTALL)
-_EBNF_TEXT = re.compile(
+EBNF_TEXT = re.compile(
     r"""
-    "(?:[^"\\\n]|\\.)*+"? | '(?:[^'\\\n]|\\.)*+'? | \[(?:[^\]\\\n]|\\.)*+\]? | (?:\#|//)[^\n]*+ | /(?:[^/\\\n]|\\.)++/
+    "(?:[^"\\\n]|\\.)*+"? | '(?:[^'\\\n]|\\.)*+'? | \[(?:[^\]\\\n]|\\.)*+\]? | (?:\#|//)[^\n]*+ | /(?:[^/\\]|\\.)++/
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.DOTALL,
 )
 
 
@@ -61,7 +61,7 @@ def _check_grammar(grammar: Grammar) -> None:
             _check_depth("the regex", _PATTERN_TEXT.sub("", grammar.source), REGEX_DEPTH, "()")
         case "ebnf":
             _check_size("the EBNF grammar", grammar.source, EBNF_BYTES)
-            bare = _EBNF_TEXT.sub('""', grammar.source)
+            bare = EBNF_TEXT.sub('""', grammar.source)
             _check_depth("the EBNF grammar", bare, EBNF_DEPTH, "([{)]}")
             if bare.count(":") > EBNF_RULES:
                 raise GrammarError(f"the EBNF grammar has more than {EBNF_RULES} rules", "too_large")

@@ -88,5 +88,6 @@ def fill_all(jobs: Sequence[tuple[LLAutomaton, int, Sequence[int]]], rows: np.nd
 
 
 def _grammar_error(reason: str) -> GrammarError:
-    reason = reason.split("\n<state>")[0].strip()
+    """The library's reason without the states and the grammars of ours that it shows."""
+    reason = re.split(r"\n<(?:state|non-verbose)|\n +\d+ \| ", reason)[0].strip()
     return GrammarError(reason, "too_large" if _TOO_LARGE.search(reason) else "invalid")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from llguidance.gbnf_to_lark import any_to_lark
-
-from deepinfer.grammar import patterns
+from deepinfer.grammar import gbnf, gbnf_lark, patterns
 from deepinfer.grammar.errors import GrammarError
+from deepinfer.grammar.limits import EBNF_TEXT
 from deepinfer.grammar.schema import enforceable, parse_schema
 from deepinfer.grammar.structure import Grammar
 
@@ -34,7 +34,7 @@ def content_lark(grammar: Grammar) -> str:
         case "choice":
             return f"{HEADER}start: TEXT\nTEXT: {' | '.join(map(literal, parse_choices(grammar.source)))}\n"
         case "ebnf":
-            return HEADER + ebnf_lark(grammar.source)
+            return ebnf_lark(grammar.source) + "\n" + HEADER  # at the end: errors name the client's lines
 
 
 def parse_choices(source: str) -> list[str]:
@@ -58,7 +58,12 @@ def literal(text: str) -> str:
 
 
 def ebnf_lark(source: str) -> str:
-    try:
-        return any_to_lark(source).replace("%llguidance {}", "")
-    except Exception as error:  # the converter raises bare Exception, and IndexError at the end of its input
-        raise GrammarError(f"the grammar is neither GBNF nor Lark: {error}") from None
+    """GBNF or Lark. A client's Lark may neither name control tokens nor set the matcher's options."""
+    if gbnf.is_gbnf(source):
+        return gbnf_lark.lark(gbnf.parse(source))
+    bare = EBNF_TEXT.sub('""', source)
+    if "<" in bare:
+        raise GrammarError("a grammar cannot name tokens: texts and patterns only")
+    if re.search(r"%llguidance(?!\s*\{\s*\})", bare):
+        raise GrammarError("options of %llguidance cannot be set")
+    return re.sub(r"(?m)^\s*%llguidance\s*\{\s*\}", "", source)
