@@ -93,8 +93,9 @@ class BlockReader:
             return True
         if not self.believed:
             return False
+        is_over = any(isinstance(one, Tag) and one.closes("invoke") for one in self.source)
         self._quote_source()
-        self._read = self._between if isinstance(lexeme, Tag) and lexeme.opens("invoke") else self._in_quote
+        self._read = self._between if is_over else self._in_quote
         return self.feed(lexeme)
 
     def calm(self, text: str) -> None:
@@ -194,16 +195,15 @@ class BlockReader:
             self._begin(lexeme)
         elif lexeme.opens("invoke"):
             self._read = self._in_quote
-            return self._in_quote(lexeme)
+            self._quote(lexeme)
         elif _closes_block(lexeme):
             self.done = True
         return True
 
     def _in_quote(self, lexeme: Lexeme) -> bool:
         """In a call, behind others, that may not be made or is none: it is shown as text."""
-        if isinstance(lexeme, Tag) and _closes_block(lexeme):
-            self.done = True
-            return True
+        if isinstance(lexeme, Tag) and (lexeme.opens("invoke") or _closes_block(lexeme)):
+            return self._between(lexeme)
         self._quote(lexeme)
         if isinstance(lexeme, Tag) and lexeme.closes("invoke"):
             self._read = self._between

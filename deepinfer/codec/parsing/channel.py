@@ -60,10 +60,10 @@ class Channel:
         left = SEPARATOR
         while left and self._held:
             text, places = self._held.pop()
-            kept = text[:-left] + text[-left:].rstrip("\n") if len(text) > left else text.rstrip("\n")
-            left -= len(text) - len(kept)
-            if kept:
-                self._held.append(Fragment(kept, places))
+            feeds = min(left, len(text) - len(text.rstrip("\n")))
+            left -= feeds
+            if feeds < len(text):
+                self._held.append(Fragment(text[: len(text) - feeds], places))
                 break
         self.finish(out, may_stop)
 
@@ -96,8 +96,12 @@ class Channel:
             return
         if self.stopped is not None:
             return
-        self._unsent.append(fragment)
         shown, self.stopped = self._stop.push(fragment.text, may_stop)
+        if not self._unsent and self.stopped is None and len(shown) == len(fragment.text):  # nothing waits
+            self.num_tokens += len(fragment.places)
+            out.append(self._kind(*fragment))
+            return
+        self._unsent.append(fragment)
         self._ready += shown
         if self.stopped is not None:
             self._cut(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -59,7 +58,7 @@ class OutputParser:
         self._thinking = starts == "thinking"
         self._thoughts: list[str] | None = [] if promote_unterminated and self._thinking else None
         self._block: BlockReader | None = None
-        self._shown_tags: Counter[str] = Counter()  # openers that stayed text and wait for their closers
+        self._num_marks = 0  # control ids of DSML in the content, without those that were dropped
         self._calm_texts = self._texts_without_care()
         self._text_ended = False  # by a block of calls
         self._place = 0  # of the token that is being read
@@ -136,6 +135,7 @@ class OutputParser:
             if signal is not Signal.DSML:
                 self._think(signal)
             elif self._has_markup:
+                self._num_marks += not self._thinking
                 self._lexemes(self._tags.control(self._place))
             else:
                 self._channel_text(Fragment(str(DSML), (self._place,)))
@@ -198,7 +198,9 @@ class OutputParser:
             self._channel_text(lexeme)
         elif self._may_begin_block(lexeme):
             self._block = BlockReader(lexeme, self._rules)
-        elif self._thinking or not self._is_orphan(lexeme):
+        elif self._is_orphan(lexeme):
+            self._num_marks -= 1
+        else:
             self._show(lexeme)
 
     def _may_begin_block(self, tag: Tag) -> bool:
@@ -208,13 +210,11 @@ class OutputParser:
         return self._rules.is_opener(tag) or self._rules.declares(tag)
 
     def _is_orphan(self, tag: Tag) -> bool:
-        """A closer that closes nothing, not even something that is shown as text."""
-        return tag.closing and tag.word != "" and self._shown_tags[tag.word] <= 0
+        """A closer that closes nothing, for no markup in front of it became text."""
+        return not self._thinking and tag.closing and tag.word != "" and self._num_marks == 1
 
     def _show(self, lexeme: Lexeme) -> None:
         """A lexeme that is text."""
-        if isinstance(lexeme, Tag) and not self._thinking:
-            self._shown_tags[lexeme.word] += -1 if lexeme.closing else 1
         for fragment in fragments_of(lexeme):
             self._channel_text(fragment)
 
