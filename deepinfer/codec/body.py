@@ -151,7 +151,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], data: Any) -> RequestE
         phrases.pop("must be null", None)
     what = " or ".join(phrases)
     got = next(error for place, error in first if place == deepest)
-    suffix = "" if got["type"] == "missing" else f", got {short(got.get('input'))}"
+    suffix = "" if got["type"] in ("missing", "json_invalid") else f", got {short(got.get('input'))}"
     param = ".".join(deepest) or None
     return RequestError(f"{param or 'the body'}: {what}{suffix}", param=param)
 
@@ -185,7 +185,7 @@ _PHRASES = {
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
     "none_required": "must be null",
-    "json_invalid": "is not valid JSON",
+    "json_invalid": "is not valid JSON ({error})",
     "literal_error": "must be one of {expected}",
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",

@@ -281,14 +281,12 @@ def joined(parts: Sequence[str | Image], param: str) -> tuple[str, tuple[Image, 
     return "\n\n".join(IMAGE if isinstance(part, Image) else part for part in parts), images
 
 
-def refuse(
-    body: Any, name: str, advice: str, *, harmless: Sequence[Any] = (None, False, "", []), path: str = ""
-) -> None:
-    """RequestError if `body` has a field `name`, known or unknown, with another value than the harmless ones.
+def refuse(body: Any, name: str, advice: str, *, harmless: Sequence[Any] = (False, "", []), path: str = "") -> None:
+    """RequestError if `body` has a field `name`, known or unknown, whose value is neither null nor harmless.
 
     path: what stands in front of the name ("messages.0."). The harmless values are compared with their types: 1 is not
     True.
     """
     value = getattr(body, name, None)
-    if not any(type(value) is type(one) and value == one for one in harmless):
+    if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
         raise RequestError(f"{path}{name}: {advice}", param=path + name)

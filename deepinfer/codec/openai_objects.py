@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from deepinfer.codec.generation import Finish, TokenLogprob, Usage
@@ -45,14 +46,23 @@ def most_likely(entry: TokenLogprob, count: int) -> list[tuple[int, float]]:
     """The `count` most likely ids of a place with their log-probabilities; ties go to the lower id."""
     if not count or not entry.top:
         return []
-    return sorted(entry.top.items(), key=lambda item: (-clamped(item[1]), item[0]))[:count]
+    ordered = sorted((-clamped(logprob), token_id) for token_id, logprob in entry.top.items())
+    return [(token_id, -cost) for cost, token_id in ordered[:count]]
 
 
 def logprob_object(entry: TokenLogprob, count: int, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
     """One token of `logprobs.content` with `count` alternatives."""
-    top = [_token(token_bytes(token_id), logprob) for token_id, logprob in most_likely(entry, count)]
-    return _token(token_bytes(entry.token_id), entry.logprob) | {"top_logprobs": top}
+    told = _token(token_bytes(entry.token_id), entry.logprob)
+    told["top_logprobs"] = [_token(token_bytes(i), logprob) for i, logprob in most_likely(entry, count)]
+    return told
 
 
 def _token(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(token), "logprob": clamped(logprob), "bytes": list(token)}
+    text, numbers = _spelled(token)
+    return {"token": text, "logprob": clamped(logprob), "bytes": numbers}
+
+
+@lru_cache(maxsize=1 << 16)
+def _spelled(token: bytes) -> tuple[str, list[int]]:
+    """Text and bytes of a token; the same few thousand come again and again. Nobody changes the list."""
+    return token_text(token), list(token)

@@ -64,8 +64,8 @@ def to_generation(body: ChatRequest) -> GenerationRequest:
 def _refuse_unsupported(body: ChatRequest) -> None:
     for name, advice in REFUSED.items():
         refuse(body, name, advice)
-    refuse(body, "best_of", "is not supported; n gives all answers that were drawn", harmless=(None, 1))
-    refuse(body, "modalities", "only text can be answered", harmless=(None, [], ["text"]))
+    refuse(body, "best_of", "is not supported; n gives all answers that were drawn", harmless=(1,))
+    refuse(body, "modalities", "only text can be answered", harmless=([], ["text"]))
 
 
 def _thinking(body: ChatRequest) -> tuple[bool, int]:

@@ -61,7 +61,7 @@ def to_generation(body: CompletionRequest) -> GenerationRequest:
     """Raises RequestError naming the field. Choice `prompt * n + i` is the i-th answer to a prompt."""
     for name, advice in REFUSED.items():
         refuse(body, name, advice)
-    refuse(body, "best_of", "is not supported; n gives all answers that were drawn", harmless=(None, 1, body.n or 1))
+    refuse(body, "best_of", "is not supported; n gives all answers that were drawn", harmless=(1, body.n or 1))
     check_stream_options(body)
     if body.echo and body.logprobs is not None:
         message = "echo: log-probabilities of the prompt are not reported; ask for echo or for logprobs"
