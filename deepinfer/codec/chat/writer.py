@@ -11,7 +11,7 @@ from deepinfer.codec.chat.models import ChatRequest
 from deepinfer.codec.chat.tools import uses_functions
 from deepinfer.codec.chunks import Chunks, header
 from deepinfer.codec.errors import RequestError
-from deepinfer.codec.events import Content, Event, Reasoning, ToolArguments, ToolEnd, ToolStart, merged
+from deepinfer.codec.events import Content, Event, Reasoning, ToolArguments, ToolEnd, ToolStart
 from deepinfer.codec.generation import AnswerWriter, Finish, GenerationRequest, TokenLogprob, Usage, WriterContext
 from deepinfer.codec.openai_errors import error_body
 from deepinfer.codec.openai_objects import finish_reason, logprob_object, usage_object
@@ -53,8 +53,7 @@ class ChatStream:
         return b"".join(self._chunks.piece(index, delta) for index in range(self._num_choices))
 
     def events(self, index: int, events: Sequence[Event], logprobs: Mapping[int, TokenLogprob]) -> bytes:
-        frames = [self._frame(index, event, logprobs) for event in (merged(events) if len(events) > 1 else events)]
-        return b"".join(frames)
+        return b"".join([self._frame(index, event, logprobs) for event in events])
 
     def _frame(self, index: int, event: Event, logprobs: Mapping[int, TokenLogprob]) -> bytes:
         if isinstance(event, Content):

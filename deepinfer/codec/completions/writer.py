@@ -10,7 +10,7 @@ from deepinfer.codec import sse
 from deepinfer.codec.chunks import Chunks, header
 from deepinfer.codec.completions.request import CompletionRequest, prompts_of
 from deepinfer.codec.errors import RequestError
-from deepinfer.codec.events import Content, Event, merged
+from deepinfer.codec.events import Content, Event
 from deepinfer.codec.generation import AnswerWriter, Finish, GenerationRequest, TokenLogprob, Usage, WriterContext
 from deepinfer.codec.openai_errors import error_body
 from deepinfer.codec.openai_objects import clamped, finish_reason, most_likely, token_text, usage_object
@@ -42,7 +42,7 @@ class CompletionStream:
 
     def events(self, index: int, events: Sequence[Event], logprobs: Mapping[int, TokenLogprob]) -> bytes:
         frames = []
-        for event in merged(events):
+        for event in events:
             assert isinstance(event, Content), event  # of a plain parser
             self._chunks.add(len(event.tokens))
             if self._top is not None:
