@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import deepseek_recipe
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -324,6 +325,28 @@ def test_a_form_is_shown_to_the_model_and_enforced() -> None:
     expected = Format("json_schema", schema, True, "output_config.format.schema")
     assert wanted.conversation is not None and (wanted.format, wanted.conversation.format) == (expected, expected)
     assert generation(structured_outputs={"choice": ["a"]}).format is not None
+
+
+THOUGHTS = {"type": "thinking", "thinking": "need it", "signature": SIGNATURE}
+REFERENCE: list[dict[str, Any]] = [
+    {"messages": [ASK], "system": [text("one"), text("two")]},
+    {"messages": [ASK, assistant(text("c"), text("d")), ASK], "thinking": {"type": "disabled"}, "tools": None},
+    {"messages": [ASK, assistant(THOUGHTS, text("c"), USE), user(RESULT, text("and?"))]},
+    {"messages": [ASK, assistant(THOUGHTS, USE, {**USE, "id": "u2"}), user({**RESULT, "tool_use_id": "u2"}, RESULT)]},
+    {"messages": [ASK, assistant(THOUGHTS, text("c")), ASK], "tools": None},
+    {"messages": [ASK, assistant(THOUGHTS, text("c")), ASK], "output_config": {"effort": "max"}},
+    {"messages": [ASK, {"role": "system", "content": "now French"}, ASK]},
+]
+
+
+@pytest.mark.parametrize("fields", REFERENCE)
+def test_prompts_are_those_of_the_vendors_reference(fields: dict[str, Any]) -> None:
+    body = {"model": "DeepSeek-V4.1-Flash", "max_tokens": 9, "tools": [TOOL], **fields}
+    body = {key: value for key, value in body.items() if value is not None}
+    reference = deepseek_recipe.MessagesRequest(body).convert(deepseek_recipe.ConversionOptions())
+    expected = deepseek_recipe.DeepseekV41Encoding().render_conversation(reference.conversation).prompt
+    conversation = generation(**body).conversation
+    assert conversation is not None and render(conversation).text == expected
 
 
 def test_counting_tokens_renders_the_same_prompt() -> None:

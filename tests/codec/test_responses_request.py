@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import deepseek_recipe
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -335,7 +336,7 @@ def test_functions_of_a_namespace_are_told_apart() -> None:
     conversation = generation(tools=[FUNCTION, CRM], parallel_tool_calls=False).conversation
     assert conversation is not None and not conversation.parallel_tool_calls
     assert [tool.name for tool in conversation.tools] == ["get_weather", "crm::get_weather", "crm::get_time"]
-    assert [tool.description for tool in conversation.tools] == ["W", "Customers\nW", "Customers"]
+    assert [tool.description for tool in conversation.tools] == ["W", "Customers\nW", "Customers\n"]
     assert turns(ASK, call(name="get_time", namespace="crm"), result())[1].tool_calls[0].name == "crm::get_time"
 
 
@@ -378,7 +379,7 @@ def test_apply_patch_is_a_function_with_the_vendors_own_description() -> None:
     assert conversation is not None
     (tool,) = conversation.tools
     assert tool.description is not None and "*** Begin Patch" in tool.description
-    assert tool.parameters is not None and list(tool.parameters["properties"]) == ["input"]
+    assert tool.parameters is not None and list(tool.parameters["properties"]) == ["input"] and tool.strict
     made = {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": 'a "b"\n'}
     done = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
     assistant, tool_turn = turns(ASK, made, done)[1:]
@@ -406,6 +407,37 @@ def test_deferred_tools_are_offered_at_once_where_the_server_would_search() -> N
     wanted = generation(tools=[deferred, {"type": "tool_search"}])
     assert wanted.conversation is not None and [tool.name for tool in wanted.conversation.tools] == ["get_time"]
     assert wanted.ignored == []
+
+
+REFERENCE: list[dict[str, Any]] = [
+    {"input": "Hello", "instructions": "Be terse."},
+    {"input": [ASK, said("a"), {"role": "developer", "content": "D"}, ASK], "reasoning": {"effort": "none"}},
+    {"input": [ASK, thought("one"), said("Wait."), call("a"), call("b"), result("b", "B"), result("a")]},
+    {"input": [ASK, thought("one"), call("a"), result("a"), thought("two"), said("Done."), ASK]},
+    {"input": [ASK, call(name="get_time", namespace="crm"), result(), ASK], "reasoning": {"effort": "low"}},
+    {
+        "input": [
+            ASK,
+            {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": '*** Begin\n"x"'},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"},
+        ]
+    },
+    {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}
+        ]
+    },
+    {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}},
+]
+
+
+@pytest.mark.parametrize("fields", REFERENCE)
+def test_prompts_are_those_of_the_vendors_reference(fields: dict[str, Any]) -> None:
+    body = {"model": "DeepSeek-V4.1-Flash", "tools": [FUNCTION, CRM, PATCH], **fields}
+    reference = deepseek_recipe.ResponsesRequest(body).convert(deepseek_recipe.ConversionOptions())
+    expected = deepseek_recipe.DeepseekV41Encoding().render_conversation(reference.conversation).prompt
+    conversation = generation(**body).conversation
+    assert conversation is not None and render(conversation).text == expected
 
 
 def test_a_stored_answer_goes_on_as_if_the_client_had_sent_it_all() -> None:

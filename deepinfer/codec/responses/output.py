@@ -156,7 +156,10 @@ class CustomCallOutput(CallOutput):
     def item(self, end: ToolEnd | None) -> dict[str, Any]:
         if end is None or not end.complete:
             return super().item(end)
-        value = json.loads(end.arguments).get("input")
+        try:
+            value = json.loads(end.arguments).get("input")
+        except ValueError:  # a number of more digits than Python reads
+            value = None
         return self._item(writable(value) if isinstance(value, str) else end.arguments, "completed")
 
     def closed(self, item: dict[str, Any]) -> Events:
@@ -192,12 +195,12 @@ class SearchOutput(CallOutput):
 
 
 def _object(arguments: str) -> Any:
-    """The arguments as an object, or as they are where our JSON cannot hold what the model's does (a number of a
-    hundred digits, half of a surrogate pair)."""
+    """The arguments as an object, or as they are where our JSON cannot hold what the model's does (a number of
+    thousands of digits, half of a surrogate pair)."""
     try:
         value = json.loads(arguments)
         json_bytes(value)
-    except (ValueError, OverflowError):
+    except ValueError:
         return arguments
     return value
 

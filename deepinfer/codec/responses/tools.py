@@ -176,8 +176,10 @@ def _tools_of(field: Any, param: str) -> Iterator[tuple[Tool, ClientName, str]]:
             where = f"{param}.tools.{place}"
             if not isinstance(inner, FunctionTool):
                 raise RequestError(f"{where}.type: a namespace may hold functions only", param=f"{where}.type")
-            description = "\n".join(text for text in (field.description, inner.description) if text)
-            tool = _function(inner, f"{field.name}{SEPARATOR}{inner.name}", description or None)
+            description = inner.description
+            if field.description is not None:
+                description = f"{field.description}\n{description or ''}"  # as the vendor's package joins them
+            tool = _function(inner, f"{field.name}{SEPARATOR}{inner.name}", description)
             yield tool, ClientName("function", inner.name, field.name), where
     elif isinstance(field, SearchTool):
         if field.execution == "client":
@@ -199,7 +201,8 @@ def _function(field: FunctionTool, name: str, description: str | None) -> Tool:
 
 @functools.cache
 def _apply_patch() -> Tool:
-    """The vendor's own description of the tool, which the model was trained with, out of the vendor's package."""
+    """The vendor's own description of the tool, which the model was trained with, out of the vendor's package. Strict:
+    a patch is the argument `input` and nothing else, or there is no free text to hand on."""
     import deepseek_recipe  # when first used: 45 ms that the command line need not wait for
 
     options = deepseek_recipe.ConversionOptions()
@@ -209,7 +212,7 @@ def _apply_patch() -> Tool:
         "tools": [{"type": "custom", "name": APPLY_PATCH}],
     }
     tool = deepseek_recipe.ResponsesRequest(body).convert(options).conversation.tools[0]
-    return Tool(name=APPLY_PATCH, description=tool.description, parameters=tool.parameters)
+    return Tool(name=APPLY_PATCH, description=tool.description, parameters=tool.parameters, strict=True)
 
 
 def read_choice(fields: Any, offered: Offered) -> ToolChoice:
