@@ -21,7 +21,7 @@ def ask(*messages: Any, **fields: Any) -> MessagesRequest:
     return parse(MessagesRequest, body | fields)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(outputs(), st.booleans(), st.integers(1, 6), st.sampled_from(["summarized", "omitted"]))
 def test_blocks_that_the_sdk_gives_back_are_the_turn_again(
     output: Output, streams: bool, cut: int, display: str

@@ -71,7 +71,7 @@ def test_events_are_numbered_from_zero_and_belong_to_their_items() -> None:
     assert [data["item"] for name, data in events if name == "response.output_item.done"] == whole
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(outputs(NAMES), st.integers(1, 9), st.integers(1, 5))
 @example(Output("a", "b", (Call("apply_patch", '{"input": "*** \\"x\\"\\n\\u00e9\\ud83d\\ude42"}'),)), 1, 1)
 @example(Output("", "", (Call("apply_patch", '{"other": 1, "input": "late"}'),)), 2, 1)
@@ -180,7 +180,7 @@ def test_a_patch_arrives_while_it_is_written() -> None:
     assert (item["type"], item["input"], item["call_id"]) == ("custom_tool_call", patch, "id_0")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.text(), st.integers(1, 7), st.booleans())
 def test_a_text_inside_json_comes_out_however_the_json_is_cut(text: str, cut: int, ascii_only: bool) -> None:
     value = StringValue()

@@ -199,6 +199,7 @@ def test_what_does_not_fit_together_is_named_by_its_place_when_it_is_rendered() 
     ("fields", "param"),
     [
         ({"input": None}, "input"),
+        ({"input": [], "instructions": "x"}, "input"),
         ({"input": 5}, "input"),
         ({"input": "half \ud800"}, "input"),
         ({"model": 5}, "model"),

@@ -64,7 +64,7 @@ def ask(**fields: Any) -> ResponsesRequest:
     return parse(ResponsesRequest, {"model": "flash", "tools": TOOLS} | fields)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(outputs(NAMES), st.booleans(), st.integers(1, 6))
 def test_items_that_the_sdk_gives_back_are_the_turn_again(output: Output, streams: bool, cut: int) -> None:
     body = ask(input="Hi", stream=streams)
@@ -85,7 +85,7 @@ def test_items_that_the_sdk_gives_back_are_the_turn_again(output: Output, stream
     assert len(conversation.turns) == 2 + (output != Output()) + len(output.calls)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(outputs(NAMES), outputs(NAMES))
 def test_a_chain_of_stored_answers_is_the_conversation(first: Output, second: Output) -> None:
     stored: list[dict[str, Any]] = []

@@ -142,8 +142,8 @@ def _turns(body: ResponsesRequest) -> tuple[Turn, ...]:
     turns = []
     if body.instructions:
         turns.append(Turn(role="system", text=body.instructions, param="instructions"))
-    if body.input is None and not body._from_store:
-        raise RequestError("input: is required", param="input")
+    if not body.input and body.input != "" and not body._from_store:
+        raise RequestError("input: needs at least one item, or a text", param="input")
     if isinstance(body.input, str):
         turns.append(Turn(role="user", text=body.input, param="input"))
     else:
