@@ -142,8 +142,10 @@ class Traced:
 
 
 def _is_error(record: RequestRecord) -> bool:
-    """Ours: a client that leaves is none."""
-    return (record.status or 0) >= 500 or (record.failed and record.finish != "abort") or record.error == "exception"
+    """Ours: a client that leaves or sends something wrong is none."""
+    status = record.status or 0
+    broke_off = record.failed and record.finish != "abort" and status < 400
+    return status >= 500 or broke_off or record.error == "exception"
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:

@@ -126,6 +126,20 @@ def test_a_long_output_is_paid_off_before_the_next_request() -> None:
     run(check())
 
 
+def test_what_a_request_took_is_counted_once() -> None:
+    async def check() -> None:
+        gate = Gate(now=Clock())
+        async with gate.admit(caller(KeyLimits(None, 1000, 1000))) as admission:
+            for _ in range(3):
+                admission.settle(Usage(300, 100, 50))
+            admission.settle(Usage(1000, 0, 1000))
+            headers = dict(admission.headers())
+        assert headers["x-ratelimit-remaining-input-tokens"] == "800"
+        assert headers["x-ratelimit-remaining-output-tokens"] == "950"
+
+    run(check())
+
+
 def test_the_exact_number_of_tokens_replaces_the_estimate() -> None:
     async def check() -> None:
         gate = Gate(now=Clock())

@@ -348,6 +348,30 @@ def test_what_frames_a_request_cannot_go_on_for_ever(endless: bytes) -> None:
     run(work())
 
 
+def test_a_trailer_never_becomes_a_header() -> None:
+    seen: list[dict[bytes, bytes]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        seen.append(dict(scope["headers"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def work() -> None:
+        async with serving(app, ConnectionLimits()) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/x HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+            writer.write(b"x-api-key: forged\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.write(request_head(2) + b"{}")  # the next request's headers are its own again
+            await until(lambda: len(seen) == 2)
+            writer.close()
+
+    run(work())
+    assert set(seen[0]) == {b"host", b"transfer-encoding"} and set(seen[1]) == {b"host", b"content-length"}
+
+
 def test_tiny_chunks_are_slow_but_fine() -> None:
     async def work() -> None:
         async with serving(BodyLimits(echo, RequestLimits(), render), ConnectionLimits(max_head_bytes=2000)) as port:

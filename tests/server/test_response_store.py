@@ -267,6 +267,20 @@ def test_a_value_that_json_cannot_say_is_an_error_and_the_store_goes_on(path: Pa
     with_store(work, path)
 
 
+def test_a_full_disk_is_an_error_and_what_was_there_stays(path: Path | None) -> None:
+    async def work(store: ResponseStore) -> None:
+        await store.put("a", "r", {"x": 1})
+        before = await store.stats()
+        store._thread.submit(store._database.execute, "PRAGMA max_page_count = 1").result()  # no more than it has
+        with pytest.raises(StoreError, match="full"):
+            await store.put("a", "r", {"text": os.urandom(50_000).hex()})
+        assert await store.stats() == before
+        assert await store.get("a", "r") == {"x": 1}
+        assert await store.delete("a", "r")
+
+    with_store(work, path)
+
+
 def test_a_store_that_is_closed_says_so(path: Path | None) -> None:
     async def work(store: ResponseStore) -> None:
         await store.close()

@@ -162,6 +162,7 @@ def test_failures_and_slow_ones_are_kept_and_of_the_rest_a_share() -> None:
     cases = {
         "well": (Route(), False),
         "not found": (Route(status=404, finish=None), False),
+        "bad request": (Route(status=400, finish="error"), False),
         "client left": (Route(finish="abort"), False),
         "broken stream": (Route(finish="error"), True),
         "late": (Route(finish="deadline"), True),
