@@ -21,10 +21,10 @@ class Automaton(Protocol):
 
     def consume(self, token_ids: Sequence[int]) -> bool:
         """Moves behind these tokens; False if one may not stand where it does, and then the automaton is spent. The
-        end token may stand where the text may end."""
+        end token is never among them."""
 
     def fill(self, rows: np.ndarray, first: int, path: Sequence[int]) -> None:
         """Writes what may follow path[:j] into rows[first + j], int32 [n, words]; changes nothing else. Rows behind a
-        token that may not stand where it does, and behind the end token, are left as they are."""
+        token that may not stand where it does are left as they are. The end token is never on the path."""
 
     def copy(self) -> Automaton: ...

@@ -77,14 +77,17 @@ def fill_all(jobs: Sequence[tuple[LLAutomaton, int, Sequence[int]]], rows: np.nd
     """LLAutomaton.fill of (automaton, first, path) for all jobs, in `threads` threads, without the GIL. No automaton
     stands in two jobs."""
     assert rows.dtype == np.int32 and rows.flags.c_contiguous
-    if len(jobs) == 1 and not jobs[0][2]:
-        automaton, first, _ = jobs[0]
-        row = rows[first]
-        automaton.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    plain = [(automaton.matcher, first) for automaton, first, path in jobs if not path]
+    drafted = [(automaton.matcher, first, list(path)) for automaton, first, path in jobs if path]
+    if len(jobs) == 1 and plain:
+        row = rows[plain[0][1]]
+        plain[0][0].unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)  # in this thread: no hand-over
         return
-    work = [(automaton.matcher, first, list(path)) for automaton, first, path in jobs]
-    pool = executor(threads)
-    pool.unsafe_compute_mask_ptr_with_draft_token(work, rows.ctypes.data, rows.shape[1] * 4, rows.shape[0])
+    place, stride, count = rows.ctypes.data, rows.strides[0], rows.shape[0]
+    if plain:
+        executor(threads).unsafe_compute_mask_ptr(plain, place, stride, count)
+    if drafted:
+        executor(threads).unsafe_compute_mask_ptr_with_draft_token(drafted, place, stride, count)
 
 
 def _grammar_error(reason: str) -> GrammarError:

@@ -26,7 +26,7 @@ class Walk(NamedTuple):
 
     rows: list[np.ndarray]  # of the first positions, [words] each
     automata: list[Automaton]  # that describe the positions from len(rows) on; any of them may go on
-    path: list[int]  # what the automata walk along
+    path: list[int]  # what the automata walk along, up to an end token
     open: bool  # behind the rows and the automata's rows everything is allowed: no row that counts comes from there
 
 
@@ -130,7 +130,7 @@ class Matcher:
         for place in range(len(path) + 1):
             if scout._phase is Phase.GRAMMAR:
                 self._begun = scout._begun  # keep what the scout had to copy
-                return Walk(rows, scout._alternatives, list(path[place:]), False)
+                return Walk(rows, scout._alternatives, self._before_end(path[place:]), False)
             row = scout._row()
             rows.append(row)
             if scout._phase is Phase.ENDED or (place < len(path) and not allows(row, path[place])):
@@ -175,10 +175,9 @@ class Matcher:
         return Phase.GRAMMAR if self._alternatives else Phase.FREE
 
     def _consume(self, token_ids: Sequence[int]) -> None:
-        ends = self._vocabulary.eos_token_id in token_ids
-        if ends:
-            token_ids = token_ids[: list(token_ids).index(self._vocabulary.eos_token_id)]
-        alive = [automaton for automaton in self._alternatives if automaton.consume(token_ids)]
+        before = self._before_end(token_ids)
+        ends = len(before) < len(token_ids)
+        alive = [automaton for automaton in self._alternatives if automaton.consume(before)]
         if ends and alive:
             alive = [automaton for automaton in alive if automaton.accepting]
             if alive:
@@ -188,6 +187,11 @@ class Matcher:
             self._error = f"the grammar does not allow these tokens: {list(token_ids)}"
             return
         self._alternatives = alive
+
+    def _before_end(self, token_ids: Sequence[int]) -> list[int]:
+        ids = list(token_ids)
+        eos = self._vocabulary.eos_token_id
+        return ids[: ids.index(eos)] if eos in ids else ids
 
 
 def write_known(walk: Walk, rows: np.ndarray, first: int) -> int:
