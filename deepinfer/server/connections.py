@@ -114,9 +114,16 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(
-                self._limits.head_seconds, self._refuse, 408, "The request came too slowly."
-            )
+            self._head_timer = self.loop.call_later(self._limits.head_seconds, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._is_answering():  # a line feed too many behind a request that runs, say: its answer goes on
+            return self._start_head_timer()
+        self._refuse(408, "The request came too slowly.")
+
+    def _is_answering(self) -> bool:
+        return any(not cycle.response_complete for cycle in self._unanswered)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -134,7 +141,7 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timers()
         if self.transport.is_closing():
             return
-        if any(not cycle.response_complete for cycle in self._unanswered):
+        if self._is_answering():
             return self.transport.abort()
         body = message.encode()
         length = str(len(body)).encode()

@@ -438,6 +438,25 @@ def test_a_client_that_leaves_with_a_second_request_behind_the_first_ends_both()
     run(work())
 
 
+def test_bytes_too_many_behind_a_request_do_not_cut_its_stream() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(4):
+            await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+            await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def work() -> None:
+        async with serving(app, ConnectionLimits(head_seconds=0.1)) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_head(2) + b"{}\r\nPOST /v1")
+            answer = await read_all(reader)
+            assert answer.count(b"piece") == 4 and b"0\r\n\r\nHTTP/1.1 408" in answer
+            writer.close()
+
+    run(work())
+
+
 def test_connections_are_numbered() -> None:
     async def work() -> None:
         async with serving(echo, ConnectionLimits(max_connections=3)) as port:
