@@ -27,7 +27,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _SHOWN_PATH = 256  # characters
 CLIENT_LEFT = 499  # the status in the log where a client left before its answer began
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Asked every few seconds by machines: a line only where they fail."""
+"""Asked every few seconds by machines: a line only where one begins to fail, or fails in another way."""
 FAILURES = frozenset({"error", "abort", "deadline"})
 """Reasons of Finish that are none of the model's."""
 
@@ -164,7 +164,7 @@ class AccessLog:
         self._app = app
         self._write = write
         self._with_text = with_text
-        self._quiet_paths = frozenset(quiet_paths)
+        self._quiet = dict.fromkeys(quiet_paths, 200)  # the latest status of each
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -204,8 +204,14 @@ class AccessLog:
         finally:
             if record.status is None:
                 record.status = CLIENT_LEFT
-            if self._write is not None and (record.path not in self._quiet_paths or record.status >= 400):
+            if self._write is not None and self._has_news(record.path, record.status):
                 self._write(record.line(time.monotonic(), self._with_text))
+
+    def _has_news(self, path: str, status: int) -> bool:
+        if path not in self._quiet:
+            return True
+        before, self._quiet[path] = self._quiet[path], status
+        return status >= 400 and status != before
 
 
 class LogWriter:

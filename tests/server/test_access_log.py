@@ -130,15 +130,21 @@ def test_an_app_that_breaks_leaves_a_line_with_500_and_the_error_goes_on() -> No
     assert (line["status"], line["error"]) == (500, "exception")
 
 
-def test_probes_leave_a_line_only_where_they_fail() -> None:
+def test_probes_leave_a_line_only_where_they_begin_to_fail() -> None:
+    statuses = iter([200, 503, 503, 503, 200, 503, 500])
+    lines: list[bytes] = []
+
     async def ready(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.start", "status": next(statuses), "headers": []})
         await send({"type": "http.response.body"})
 
-    status = 200
-    assert logged(ready, lambda app: Call(app, path="/ready", method="GET"))[1] == []
-    status = 503
-    assert logged(ready, lambda app: Call(app, path="/ready", method="GET"))[1][0]["status"] == 503
+    async def work() -> None:
+        server = AccessLog(ready, lines.append)
+        for _ in range(7):
+            await Call(server, path="/ready", method="GET")
+
+    run(work())
+    assert [json.loads(line)["status"] for line in lines] == [503, 503, 500]
 
 
 def test_without_a_log_ids_are_there_all_the_same() -> None:
