@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,33 +21,38 @@ from deepinfer.server.asgi import App, Message, Receive, Scope, Send
 from deepinfer.server.bodies import ERRORS, body_route
 from deepinfer.server.door import OPEN_PATHS, front
 from deepinfer.server.errors import as_request_error, error_response, http_error
-from deepinfer.server.health import probe, readiness
+from deepinfer.server.health import readiness
 from deepinfer.server.limits import RequestLimits
 from deepinfer.server.models import anthropic_entry, list_entry
 from deepinfer.server.ops import exposition
+from deepinfer.server.page_routes import PAGE_PATHS, page_routes
 from deepinfer.server.protocols import PROTOCOLS, RESPONSES, Protocol, errors_of
 from deepinfer.server.respond import Exchange
 from deepinfer.server.state import ServerState
 from deepinfer.server.tokens import DetokenizeRequest, TokenizeRequest, count_tokens, detokenize, tokenize
 from deepinfer.server.tracing import Tracing
 
+# The framework's own, which would write exceptions into whatever OpenTelemetry provider it finds; ours is tracing.py.
+NO_TELEMETRY: Any = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "auto_configure": False,
+}
 DESCRIPTION = "DeepSeek-V4.1 behind OpenAI's and Anthropic's protocols. docs/api.md lists every field."
 
 
 def build_app(state: ServerState) -> FastAPI:
     """The routes alone, for whoever puts them behind something else; `whole_app` is what is served."""
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        prober = asyncio.create_task(probe(state, state.model.probe_id))
-        try:
-            yield
-        finally:
-            prober.cancel()
-            await asyncio.gather(prober, return_exceptions=True)
-
     app = FastAPI(
-        title="deepinfer", version=__version__, description=DESCRIPTION, lifespan=lifespan, redoc_url=None, responses={}
+        title="deepinfer",
+        version=__version__,
+        description=DESCRIPTION,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry=NO_TELEMETRY,
     )
     for protocol in PROTOCOLS:
         _add_protocol(app, state, protocol)
@@ -57,6 +60,7 @@ def build_app(state: ServerState) -> FastAPI:
     _add_models(app, state)
     _add_stored(app, state)
     _add_ops(app, state)
+    app.router.routes.extend(page_routes())
     app.add_exception_handler(RequestError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(RequestValidationError, _on_error)
@@ -79,7 +83,7 @@ def whole_app(
         write_log=write_log,
         log_text=settings.log_content,
         tracing=tracing,
-        open_paths=OPEN_PATHS,
+        open_paths=OPEN_PATHS | PAGE_PATHS,
     )
     return Counted(whole, app, state)
 

@@ -26,6 +26,7 @@ from deepinfer.server.settings import ServerSettings
 SMALL_TEXT = 4000  # characters that are encoded at once (a few ms) rather than sent to a thread
 BUDGET, THINKING_BUDGET, MOST_THINKING_BUDGET = 8192, 65536, 131072  # spec/codec.md 2
 MOST_EFFORT = 100
+TOO_LONG = "context_length_exceeded"
 HOSTED_TOP_P = 0.95  # with thinking; spec/codec.md 2
 TIERS = {"priority": -10, "flex": 10, "batch": 20}
 """Priorities of service tiers; all others have 0. Lower ones run first."""
@@ -140,19 +141,18 @@ def output_budget(generation: GenerationRequest, context: int, prompt_tokens: in
     """Most tokens of an output (spec/codec.md 2). RequestError if the context does not hold them."""
     room = context - prompt_tokens
     if room < 1:
-        raise too_long(context, f"the prompt has {prompt_tokens} tokens")
+        raise _too_long(context, f"the prompt has {prompt_tokens} tokens")
     if generation.max_tokens is None:
         return min(_default_budget(generation.conversation), room)
     if generation.max_tokens > room and not generation.clip_max_tokens:
-        raise too_long(context, f"the prompt has {prompt_tokens} and max_tokens adds {generation.max_tokens}")
+        raise _too_long(context, f"the prompt has {prompt_tokens} and max_tokens adds {generation.max_tokens}")
     return min(generation.max_tokens, room)
 
 
-def too_long(context: int, what: str) -> RequestError:
+def _too_long(context: int, what: str) -> RequestError:
     return RequestError(
         f"the context holds {context} tokens, prompt and answer together, and {what}; shorten one of them",
-        param="messages",
-        code="context_length_exceeded",
+        code=TOO_LONG,
     )
 
 

@@ -34,6 +34,8 @@ class Protocol:
     writer: Callable[..., AnswerWriter]
     errors: ErrorShape
     make_call_id: Callable[[], str]
+    prompt_field: str = "messages"
+    """That is to blame for a prompt that is too long."""
     heartbeat: float = 15.0
     """Longest silence of a stream in seconds."""
     is_plain: bool = False
@@ -59,6 +61,7 @@ COMPLETIONS = Protocol(
     writer=completion_writer,
     errors=OPENAI_ERRORS,
     make_call_id=chat_call_id,
+    prompt_field="prompt",
     is_plain=True,
 )
 RESPONSES = Protocol(
@@ -70,6 +73,7 @@ RESPONSES = Protocol(
     writer=responses_writer,
     errors=OPENAI_ERRORS,
     make_call_id=responses_call_id,
+    prompt_field="input",
 )
 MESSAGES = Protocol(
     name="messages",

@@ -19,7 +19,7 @@ from deepinfer.server.asgi import Message, Receive, Scope, Send, send_error
 from deepinfer.server.errors import as_request_error, unavailable
 from deepinfer.server.gate import Admission
 from deepinfer.server.generate import Answer, parser_maker
-from deepinfer.server.prepare import Job, prepare
+from deepinfer.server.prepare import TOO_LONG, Job, prepare
 from deepinfer.server.protocols import Protocol
 from deepinfer.server.state import ServerState
 
@@ -92,9 +92,14 @@ class Exchange:
 
     async def _prepare(self, client: AsyncEngineClient, generation: GenerationRequest) -> Job:
         state, began = self._state, time.monotonic()
-        job = await prepare(
-            generation, state.model, state.settings, context=client.max_model_len, threads=state.threads
-        )
+        try:
+            job = await prepare(
+                generation, state.model, state.settings, context=client.max_model_len, threads=state.threads
+            )
+        except RequestError as error:
+            if error.code == TOO_LONG:
+                error.param = self._protocol.prompt_field
+            raise
         self._record.encoding = (began, time.monotonic())
         if state.settings.log_content:
             self._record.prompt = state.model.tokenizer.decode(job.prompts[0][:LOGGED_TOKENS].tolist(), False)

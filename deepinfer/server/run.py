@@ -25,6 +25,7 @@ from deepinfer.server.asgi import App
 from deepinfer.server.connections import ConnectionLimits, bounded_protocol
 from deepinfer.server.engine_host import EngineHost
 from deepinfer.server.gate import Gate
+from deepinfer.server.health import probe
 from deepinfer.server.keys import KeyRing
 from deepinfer.server.models import ServedModel
 from deepinfer.server.response_store import ResponseStore, StoreLimits
@@ -116,7 +117,7 @@ class Server(uvicorn.Server):
                 http=bounded_protocol(limits),
                 loop="uvloop",
                 ws="none",
-                lifespan="on",
+                lifespan="off",
                 access_log=False,
                 log_level="warning",
                 server_header=False,
@@ -128,7 +129,7 @@ class Server(uvicorn.Server):
         )
         self.state = state
         self.exit_code = 0
-        self._keeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,13 +147,14 @@ class Server(uvicorn.Server):
         address = self.servers[0].sockets[0].getsockname()
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         print(f"deepinfer: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
-        self._keeper = asyncio.create_task(self._watch_start())
+        probing = probe(self.state, self.state.model.probe_id)
+        self._tasks = [asyncio.create_task(work) for work in (self._watch_start(), probing)]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.state.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

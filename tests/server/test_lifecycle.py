@@ -1,0 +1,118 @@
+"""From the command line to the last signal."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import ProcessServer, children, is_running, process_server
+
+LONG = {"model": "nano", "prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True, "seed": 1}
+
+
+class Stream(threading.Thread):
+    """Reads an answer to its end, however that comes."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self.text = ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=LONG, timeout=60) as answer:
+                for piece in answer.iter_text():
+                    self.text += piece
+        except httpx.TransportError:
+            self.text += "(cut off)"
+
+
+def started(server: ProcessServer) -> Stream:
+    stream = Stream(server.base_url)
+    until = time.monotonic() + 30
+    while not stream.text:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return stream
+
+
+def assert_gone(pids: list[int]) -> None:
+    """No process of the server stays behind: its engine, its grammar workers, their helpers."""
+    until = time.monotonic() + 15
+    while any(map(is_running, pids)):
+        assert time.monotonic() < until, [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if is_running(pid)]
+        time.sleep(0.05)
+
+
+def test_sigterm_finishes_what_is_open_and_refuses_what_is_new(tmp_path: Path) -> None:
+    with process_server(tmp_path / "log", "--model", "nano") as server:
+        helpers = children(server.process.pid)
+        assert helpers
+        stream = started(server)
+        server.process.send_signal(signal.SIGTERM)
+        with httpx.Client(base_url=server.base_url, timeout=30) as client:
+            while client.get("/ready").status_code != 503:  # at once, but for the signal's way
+                assert stream.is_alive()
+            assert client.get("/ready").json()["reasons"] == ["draining"]
+            refused = client.post("/v1/completions", json=LONG)
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            assert client.get("/health").status_code == 200
+        stream.join(60)
+        assert stream.text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in stream.text
+        assert server.process.wait(30) == 0
+        assert "SIGTERM, 1 answers to finish" in server.output
+        assert "Traceback" not in server.output
+        assert_gone(helpers)
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with process_server(tmp_path / "log", "--model", "nano") as server:
+        helpers = children(server.process.pid)
+        stream = started(server)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 128 + signal.SIGINT
+        stream.join(10)
+        assert "[DONE]" not in stream.text
+        assert "Traceback" not in server.output
+        assert_gone(helpers)
+
+
+def test_a_drain_that_takes_too_long_ends_all_the_same(tmp_path: Path) -> None:
+    with process_server(tmp_path / "log", "--model", "nano", "--drain-timeout", "0.2") as server:
+        stream = started(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        stream.join(10)
+        assert "were not finished" in server.output and not stream.text.endswith("[DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "no such directory"),
+        (["--host", "0.0.0.0"], "keys"),
+        (["--keys", "/nowhere/keys.json"], "keys add"),
+        (["--dtype", "float64"], "dtype"),
+        (["--max-model-len", "100000000"], "max_model_len"),
+        (["--port", "TAKEN"], "cannot listen"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_an_exit_code(arguments: list[str], message: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = [str(taken.getsockname()[1]) if a == "TAKEN" else a for a in arguments]
+        port = [] if "--port" in arguments else ["--port", "0"]
+        command = [sys.executable, "-m", "deepinfer", "serve", *port, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert message in done.stderr.splitlines()[-1] and done.stderr.splitlines()[-1].startswith("error: ")
