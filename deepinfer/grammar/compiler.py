@@ -97,20 +97,25 @@ def build_parts(structure: Structure, vocabulary: Vocabulary) -> Parts:
     check_limits(structure)
     content = block = begun = None
     if structure.content is not None and structure.tool_mode != "required":
-        content = _compile(content_lark(structure.content), vocabulary)
+        grammar = structure.content
+        content = _compile(lambda: content_lark(grammar), vocabulary)
     if structure.tool_mode != "none" and structure.tools:
-        if vocabulary.dsml is None:
+        dsml = vocabulary.dsml
+        if dsml is None:
             raise GrammarError("the tokenizer has no DSML token: calls of tools cannot be enforced")
-        block = _compile(block_lark(structure.tools, vocabulary.dsml, structure.parallel_calls), vocabulary)
+        block = _compile(lambda: block_lark(structure.tools, dsml, structure.parallel_calls), vocabulary)
         begun = block.copy()
-        if not begun.consume([*vocabulary.tokenize("\n\n<"), vocabulary.dsml]):
+        if not begun.consume([*vocabulary.tokenize("\n\n<"), dsml]):
             raise GrammarError(f"a block of calls cannot begin: {begun.error}")
         _warm(begun, vocabulary)
     return Parts(content, block, begun)
 
 
-def _compile(lark: str, vocabulary: Vocabulary) -> Automaton:
-    automaton = compile_automaton(lark, vocabulary)
+def _compile(write: Callable[[], str], vocabulary: Vocabulary) -> Automaton:
+    try:
+        automaton = compile_automaton(write(), vocabulary)
+    except RecursionError:
+        raise GrammarError("the grammar is nested too deep", "too_large") from None
     _warm(automaton, vocabulary)
     return automaton
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from deepinfer.grammar.errors import GrammarError
 
 ROOT = "root"
+MAX_REPEATS = 8  # of one part, as in "a"*?{2}; each nests
 _TOKEN = re.compile(
     r"""
     (?P<space> \s+ | \#[^\n]* )
@@ -149,8 +150,12 @@ class _Parser:
     def _sequence(self) -> Expression:
         parts: list[Expression] = []
         while (part := self._part()) is not None:
+            repeats = 0
             while (bounds := self._bounds()) is not None:
                 part = Repeat(part, *bounds)
+                repeats += 1
+                if repeats > MAX_REPEATS:
+                    raise GrammarError(f"a part of the grammar is repeated more than {MAX_REPEATS} times over")
             parts.append(part)
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 

@@ -29,6 +29,7 @@ TOP_KEYS = {
     "title", "description", "$schema", "$id", "$comment", "$defs", "definitions", "default", "examples", "anyOf",
     "allOf", "deprecated", "readOnly", "writeOnly",
 }  # fmt: skip
+DECLARING = {"properties", "required", "patternProperties", "allOf", "anyOf"}
 
 
 def any_parameters(mark: str) -> list[str]:
@@ -150,7 +151,8 @@ def literal_key(key: str, what: str) -> str:
 
 def _merged(schema: Any, root: Schema, what: str) -> list[Schema]:
     """The cases of a schema of all arguments: each with properties, required, patternProperties and
-    additionalProperties (None = nothing said), references followed and allOf joined."""
+    additionalProperties (None = nothing said), references followed and allOf joined. A schema that declares nothing
+    allows everything."""
     schema = resolve(schema, root)
     if schema is True:
         schema = {"additionalProperties": True}
@@ -165,7 +167,7 @@ def _merged(schema: Any, root: Schema, what: str) -> list[Schema]:
         "properties": schema.get("properties", {}),
         "required": list(schema.get("required", [])),
         "patternProperties": schema.get("patternProperties", {}),
-        "additionalProperties": schema.get("additionalProperties"),
+        "additionalProperties": schema.get("additionalProperties", None if set(schema) & DECLARING else True),
     }
     if schema.get("minProperties", 0) > len(own["required"]) or "maxProperties" in schema:
         raise GrammarError(f"{what}: minProperties and maxProperties cannot be enforced for all arguments together")

@@ -77,8 +77,8 @@ class Vocabulary:
         return self.control_id(DSML)
 
     def tokenize(self, text: str) -> list[int]:
-        """Some ids whose bytes are the text's; never a control token. Not always those of the real tokenizer."""
-        return self.tokenizer.tokenize_str(text)
+        """Some ids whose bytes are the text's; never a control token. Not always those that a model would say."""
+        return self.tokenizer.greedy_tokenize(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokenizer.decode_bytes([token_id])
