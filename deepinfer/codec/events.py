@@ -7,6 +7,7 @@ events of an output, with the event that releases the last of its text. Tokens o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, groupby
 from typing import NamedTuple
 
 
@@ -34,23 +35,29 @@ class ToolArguments(NamedTuple):
 class ToolEnd(NamedTuple):
     call: int
     arguments: str  # whole: a JSON object if `complete`
-    complete: bool  # False: the output ended inside the call
+    complete: bool  # False: the output ended inside the call, or a part of it cannot be read
 
 
 Event = Reasoning | Content | ToolStart | ToolArguments | ToolEnd
 
 
 def merged(events: Sequence[Event]) -> list[Event]:
-    """The same output in fewer events: neighbours that continue each other become one."""
-    result: list[Event] = []
-    for event in events:
-        last = result[-1] if result else None
-        if isinstance(last, Content) and isinstance(event, Content):
-            result[-1] = Content(last.text + event.text, last.tokens + event.tokens)
-        elif isinstance(last, Reasoning) and isinstance(event, Reasoning):
-            result[-1] = Reasoning(last.text + event.text, last.tokens + event.tokens)
-        elif isinstance(last, ToolArguments) and isinstance(event, ToolArguments) and last.call == event.call:
-            result[-1] = ToolArguments(last.call, last.text + event.text)
-        else:
-            result.append(event)
-    return result
+    """The same output in as few events as can be: neighbours that continue each other become one."""
+    if len(events) < 2:
+        return list(events)
+    return [event for _, run in groupby(events, _kind) for event in _joined(list(run))]
+
+
+def _kind(event: Event) -> tuple[type, int]:
+    return type(event), event.call if isinstance(event, ToolArguments) else 0
+
+
+def _joined(run: list[Event]) -> list[Event]:
+    """run: of one kind."""
+    first = run[0]
+    if len(run) == 1 or not isinstance(first, Reasoning | Content | ToolArguments):
+        return run
+    text = "".join(event.text for event in run)  # type: ignore[union-attr]
+    if isinstance(first, ToolArguments):
+        return [ToolArguments(first.call, text)]
+    return [type(first)(text, tuple(chain.from_iterable(event.tokens for event in run)))]  # type: ignore[union-attr]

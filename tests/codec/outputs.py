@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from deepinfer.codec.conversation import Tool
-from deepinfer.codec.events import Content, Event, Reasoning, ToolArguments, ToolEnd, ToolStart
+from deepinfer.codec.events import Content, Event, Reasoning, ToolArguments, ToolEnd, ToolStart, merged
 from deepinfer.codec.generation import Finish
-from deepinfer.codec.parsing import OutputParser, merged
+from deepinfer.codec.parsing import OutputParser
 from deepinfer.codec.parsing.characters import TokenSource
 from deepinfer.codec.spellings import DSML, END_THINK, EOS, THINK
 from deepinfer.codec.tokenizer import Tokenizer

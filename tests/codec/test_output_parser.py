@@ -6,9 +6,9 @@ import pytest
 from outputs import END, NANO, PARIS, PARIS_CALL, WEATHER, D, E, Pieces, T, block, nano_ids, parse, run, spelled
 
 from deepinfer.codec.conversation import Tool
-from deepinfer.codec.events import Content, Event, Reasoning, ToolEnd
+from deepinfer.codec.events import Content, Event, Reasoning, ToolEnd, merged
 from deepinfer.codec.generation import Finish
-from deepinfer.codec.parsing import OutputParser, PlainParser, merged
+from deepinfer.codec.parsing import OutputParser, PlainParser
 from deepinfer.engine.stop import OutputText
 
 STOPPED = Finish("stop")

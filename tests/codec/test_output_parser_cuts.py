@@ -172,7 +172,8 @@ ATOMS = [
     f'<{D} parameter name="city" string="true">', f'<{D} parameter name="days" string="false">',
     f'<{D} parameter name="input">', f'<{D} parameter name="city">', f"</{D} parameter>", f"</{D} parameter>\n",
     '{"a": 1}', '{"city": "', '"}', "\\", "12", " ", "\n", "text", "日", "\udcff", '"', ">", '="', "｜DSML｜", PARIS,
-    block(PARIS), invoke("rm"), invoke("get_time"), parameter("days", "7", False),
+    block(PARIS), f"<{D} calls>\n{PARIS}", f'<{D} invoke name="get_time">{{"a": "', "text\n word",
+    invoke("rm"), invoke("get_time"), parameter("days", "7", False),
 ]  # fmt: skip
 SOUP = st.lists(st.sampled_from(ATOMS), max_size=14).map("".join)
 
@@ -196,7 +197,7 @@ def test_any_soup_of_markup_gives_the_same_at_every_cut(
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=3_000, deadline=None)
 @SOUPS
 def test_many_soups_of_markup_give_the_same_at_every_cut(
     source: str, starts: Any, stop: tuple[str, ...], reason: str, options: dict[str, Any], chance: random.Random

@@ -16,7 +16,8 @@ class Body:
         self._pieces: list[str] = []
         self._escaped = False  # the last character was a backslash that escapes the next
         self.in_string = False
-        self.broken = False  # a bare line feed in a string: not JSON, and the quotes cannot be counted on
+        self.broken_at: int | None = None
+        """Place in the last text of a bare line feed in a string: not JSON, and the quotes cannot be counted on."""
 
     def push(self, text: str) -> None:
         self._pieces.append(text)
@@ -30,7 +31,8 @@ class Body:
             elif not self.in_string:
                 continue
             elif mark[0] == "\n":
-                self.broken = True
+                self.broken_at = mark.start()
+                break
             else:
                 at = mark.start() + 2
         self._escaped = self._escaped or at > len(text)

@@ -64,6 +64,7 @@ class BlockReader:
         self._read: Callable[[Lexeme], bool] = self._opened  # the state
         self.believed = False
         self.num_calls = 0  # complete ones
+        self._num_started = 0
         self.done = False  # nothing that follows matters
         if rules.declares(opener):
             self._begin(opener)
@@ -94,8 +95,11 @@ class BlockReader:
         if not self.believed:
             return False
         is_over = any(isinstance(one, Tag) and one.closes("invoke") for one in self.source)
+        broken_at = self._current.body.broken_at
         self._quote_source()
         self._read = self._between if is_over else self._in_quote
+        if is_over and broken_at and isinstance(lexeme, Fragment):
+            self._quote(Fragment(lexeme.text[:broken_at], lexeme.places))  # so that cuts do not matter
         return self.feed(lexeme)
 
     def calm(self, text: str) -> None:
@@ -161,17 +165,25 @@ class BlockReader:
         """Behind a parameter. A call without its closer ends where the next one begins, or the block ends."""
         call = self._current
         if isinstance(lexeme, Fragment):
-            return call.sure or lexeme.text.isspace()
-        if lexeme.opens("parameter"):
+            if lexeme.text.isspace():
+                return True
+        elif lexeme.opens("parameter"):
             self._open_parameter(call, lexeme)
+            return True
         elif lexeme.closes("invoke"):
             self._end(call)
+            return True
+        elif lexeme.word == "" or lexeme.closes("parameter"):
+            return True
         elif call.sure and (lexeme.opens("invoke") or _closes_block(lexeme)):
             self._end(call)
             return self.done or self._between(lexeme)
-        else:
-            return call.sure or lexeme.word == ""
-        return True
+        if not call.sure:
+            return False
+        # Part of a value, or a parameter that cannot be read: without it the call is not what the model meant.
+        self._end(call, complete=False)
+        self._read = self._in_quote
+        return self._in_quote(Fragment(lexeme.text.lstrip(), lexeme.places) if isinstance(lexeme, Fragment) else lexeme)
 
     def _in_body(self, lexeme: Lexeme) -> bool:
         """In an object that stands where parameters should."""
@@ -179,7 +191,7 @@ class BlockReader:
         body = call.body
         if isinstance(lexeme, Fragment) or body.in_string:
             body.push(_text(lexeme))
-            return not body.broken
+            return body.broken_at is None
         if not (lexeme.closes("invoke") and body.is_object):
             return lexeme.word == ""
         self._start(call)
@@ -218,7 +230,7 @@ class BlockReader:
 
     def _begin(self, tag: Tag) -> None:
         assert tag.name is not None
-        self._call = _Call(self.num_calls, tag.name, self._rules)
+        self._call = _Call(self._num_started, tag.name, self._rules)
         self._read = self._named
 
     def _open_parameter(self, call: _Call, tag: Tag) -> None:
@@ -227,7 +239,7 @@ class BlockReader:
         self._read = self._in_value
 
     def _start(self, call: _Call) -> None:
-        self._emit(call, ToolStart(call.number, self._rules.make_id(), call.name))
+        self._emit(call, ToolStart(call.number, "", call.name))  # its id comes when it is sure
         if self._full:
             self._believe(call)
 
@@ -255,8 +267,11 @@ class BlockReader:
             (self._out if call.sure else call.events).append(event)
 
     def _believe(self, call: _Call) -> None:
+        if not call.sure:
+            self._num_started += 1
         self.believed = call.sure = True
-        self._out += call.events
+        for event in call.events:
+            self._out.append(event._replace(id=self._rules.make_id()) if isinstance(event, ToolStart) else event)
         call.events = []
         self.source = []
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from deepinfer.codec.conversation import Tool
-from deepinfer.codec.events import Content, Event, Reasoning
+from deepinfer.codec.events import Content, Event, Reasoning, merged
 from deepinfer.codec.generation import Finish
 from deepinfer.codec.parsing.calls import BlockReader, CallRules, fragments_of
 from deepinfer.codec.parsing.channel import Channel
 from deepinfer.codec.parsing.characters import Characters, Fragment, Signal, TokenSource, token_texts
-from deepinfer.codec.parsing.merging import merged
 from deepinfer.codec.parsing.stopping import StopText
 from deepinfer.codec.parsing.tags import Lexeme, Tag, TagFinder
 from deepinfer.codec.spellings import DSML

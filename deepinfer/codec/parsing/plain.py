@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepinfer.codec.events import Content, Event
+from deepinfer.codec.events import Content, Event, merged
 from deepinfer.codec.generation import Finish
 from deepinfer.codec.parsing.channel import Channel
 from deepinfer.codec.parsing.characters import Characters, Fragment, TokenSource, token_texts
-from deepinfer.codec.parsing.merging import merged
 from deepinfer.codec.parsing.stopping import StopText
 
 
