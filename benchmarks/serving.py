@@ -154,7 +154,7 @@ async def http_stream(port: int, tokens: int, tally: Tally) -> None:
             "stream_options": {"include_usage": True},
         }
     ).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     began = time.perf_counter()

@@ -28,6 +28,13 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name by which requests may call a server without keys, besides localhost; may be repeated.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     sampling_policy: Annotated[
         str,
         typer.Option(
@@ -117,6 +124,7 @@ def serve(
         host=host,
         port=port,
         keys=keys,
+        allowed_hosts=tuple(allowed_host or ()),
         model_names=tuple(served_model_name or ()),
         sampling_policy=sampling_policy,
         promote_unterminated=promote_unterminated_reasoning,

@@ -22,6 +22,7 @@ from deepinfer.server.bodies import ERRORS, body_route
 from deepinfer.server.door import OPEN_PATHS, front
 from deepinfer.server.errors import as_request_error, error_response, http_error
 from deepinfer.server.health import readiness
+from deepinfer.server.hosts import HostGuard
 from deepinfer.server.limits import RequestLimits
 from deepinfer.server.models import anthropic_entry, list_entry
 from deepinfer.server.ops import exposition
@@ -71,14 +72,20 @@ def build_app(state: ServerState) -> FastAPI:
 def whole_app(
     state: ServerState, *, write_log: Callable[[bytes], object] | None = None, tracing: Tracing | None = None
 ) -> App:
-    """The routes behind the door: access log, keys, limits, idempotency."""
+    """The routes behind the door: access log, keys (or names of this machine, where there are none), limits,
+    idempotency."""
     settings = state.settings
     limits = RequestLimits(max_body=settings.max_body_bytes, max_image_body=settings.max_image_body_bytes)
     app = build_app(state)
+
+    def render_error(path: str, error: RequestError) -> bytes:
+        return json_bytes(errors_of(path).body(error))
+
+    guarded = app if state.gate.has_keys else HostGuard(app, (settings.host, *settings.allowed_hosts), render_error)
     whole = front(
-        app,
+        guarded,
         gate=state.gate,
-        render_error=lambda path, error: json_bytes(errors_of(path).body(error)),
+        render_error=render_error,
         limits=limits,
         write_log=write_log,
         log_text=settings.log_content,

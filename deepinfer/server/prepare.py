@@ -94,7 +94,7 @@ async def prepare(
         max_tokens=output_budget(generation, context, longest),
         stop_token_ids=_stop_ids(generation, model),
         logprobs=generation.top_logprobs or None,
-        priority=TIERS.get(generation.service_tier or "", 0) if generation.priority is None else generation.priority,
+        priority=_priority(generation),
         deadline=settings.request_timeout,
         ttft_deadline=settings.first_token_timeout,
     )
@@ -129,6 +129,13 @@ def sampling_fields(
     for word in generation.bad_words:
         bias |= _ban(word, model)
     return fields | {"logit_bias": bias} if bias else fields
+
+
+def _priority(generation: GenerationRequest) -> int:
+    """The tier's, or the request's own: no better than the best tier's."""
+    if generation.priority is None:
+        return TIERS.get(generation.service_tier or "", 0)
+    return max(generation.priority, min(TIERS.values()))
 
 
 def _stop_ids(generation: GenerationRequest, model: ServedModel) -> list[int]:

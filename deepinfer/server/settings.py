@@ -22,6 +22,8 @@ class ServerSettings:
     """0 = any free one, printed at start."""
     keys: Path | None = None
     """File of API keys (`deepinfer keys`); None = everybody on this machine may."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which requests may call a server without keys, besides those of this machine."""
     model_names: tuple[str, ...] = ()
     """Names that requests may use, the first one in lists; "*" = any name. () = the model's own."""
 

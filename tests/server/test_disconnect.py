@@ -62,10 +62,11 @@ def test_one_of_several_prompts_leaves_nothing_behind(tiny_server: ThreadServer)
 
 def test_half_a_request_is_nobodys(tiny_server: ThreadServer) -> None:
     whole = body()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(whole)}"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"content-length: %d\r\n\r\n" % len(whole)
     for cut in (0, 1, len(whole) // 2, len(whole) - 1):
         connection = socket.create_connection(("127.0.0.1", tiny_server.port))
-        connection.sendall(head.encode() + b"\r\n\r\n" + whole[:cut])
+        connection.sendall(head + whole[:cut])
         connection.close()
     time.sleep(0.2)
     assert tiny_server.is_empty()

@@ -107,6 +107,15 @@ def test_an_answer_is_repeated_to_whoever_repeats_its_idempotency_key(tiny_serve
     assert httpx.post(url, json={**CHAT, "max_tokens": 4}, headers=headers).status_code == 422
 
 
+def test_a_page_from_elsewhere_that_calls_this_machine_by_its_own_name_gets_nothing(tiny_server: ThreadServer) -> None:
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.7", ""):
+        for path in ("/v1/models", "/metrics", "/v1/responses/resp_1"):
+            answer = httpx.get(tiny_server.base_url + path, headers={"host": host})
+            assert answer.status_code in (400, 421), host
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.1.2.3:8000", "[::1]:80"):
+        assert httpx.get(f"{tiny_server.base_url}/v1/models", headers={"host": host}).status_code == 200, host
+
+
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.7", "example.org"):
         with pytest.raises(ValueError, match=r"host: .* keys"):
