@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import resource
+import signal
 import threading
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ def prepare(definition: bytes, vocab_size: int, eos_token_id: int, memory_bytes:
     _vocabulary = Vocabulary(definition, vocab_size, eos_token_id)
     _vocabulary.tokenizer  # noqa: B018  (built here, outside of any structure's time)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of Python's would wait for the parser that is to be ended
     os.nice(10)  # answers that are being streamed come first
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a parser that aborts says so in the log of the server otherwise
     _limit_memory(memory_bytes)

@@ -12,34 +12,81 @@ from collections.abc import Iterable
 from deepinfer.grammar.errors import GrammarError
 from deepinfer.grammar.gbnf import ROOT, Chars, Choice, Expression, Name, Repeat, Sequence, Text, names
 
+MAX_SIZE = 1_000_000
+
 
 def lark(rules: dict[str, Expression]) -> str:
     """Rules of the matcher, of which `start` begins. GrammarError for a grammar that no text satisfies."""
     rules = productive(rules)
-    return _Writer(rules, recursive(rules)).write()
+    regular = bottom_up(rules)
+    _check_size(rules, regular)
+    return _Writer(rules, set(rules) - set(regular)).write()
 
 
 def productive(rules: dict[str, Expression]) -> dict[str, Expression]:
     """The rules that root needs, without alternatives that no text satisfies (rules that call themselves for ever)."""
+    users = _users(rules)
     ends: set[str] = set()
-    while fresh := {name for name, rule in rules.items() if name not in ends and _ends(rule, ends)}:
-        ends |= fresh
+    todo = list(rules)
+    for name in todo:  # grows: when a rule is found to end, those that use it are looked at again
+        if name not in ends and _ends(rules[name], ends):
+            ends.add(name)
+            todo += users[name]
     if ROOT not in ends:
         raise GrammarError(f"no text satisfies the grammar: rule {ROOT!r} never ends")
-    pruned = {name: _pruned(rule, ends) for name, rule in rules.items() if name in ends}
-    needed: list[str] = [ROOT]
-    for name in needed:
-        needed += [used for used in dict.fromkeys(names(pruned[name])) if used not in needed]
-    return {name: pruned[name] for name in needed}
+    pruned: dict[str, Expression] = {}
+    needed = [ROOT]
+    for name in needed:  # grows
+        if name not in pruned:
+            pruned[name] = _pruned(rules[name], ends)
+            needed += names(pruned[name])
+    return pruned
 
 
-def recursive(rules: dict[str, Expression]) -> set[str]:
-    """Rules that take part in recursion, or use one that does."""
-    uses = {name: set(names(rule)) for name, rule in rules.items()}
-    free: set[str] = set()
-    while fresh := {name for name in rules if name not in free and uses[name] <= free}:
-        free |= fresh
-    return set(rules) - free
+def bottom_up(rules: dict[str, Expression]) -> list[str]:
+    """The rules that neither take part in recursion nor use one that does, each behind those that it uses."""
+    users = _users(rules)
+    missing = {name: len(set(names(rule))) for name, rule in rules.items()}
+    order = [name for name, count in missing.items() if count == 0]
+    for name in order:  # grows
+        for user in users[name]:
+            missing[user] -= 1
+            if missing[user] == 0:
+                order.append(user)
+    return order
+
+
+def _users(rules: dict[str, Expression]) -> dict[str, list[str]]:
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    for name, rule in rules.items():
+        for used in set(names(rule)):
+            users[used].append(name)
+    return users
+
+
+def _check_size(rules: dict[str, Expression], regular: list[str]) -> None:
+    """Terminals are written out within each other: ten rules that double one another are a thousand times one."""
+    sizes: dict[str, int] = {}
+    for name in regular:
+        sizes[name] = _size(rules[name], sizes)
+    rest = sum(_size(rule, sizes) for name, rule in rules.items() if name not in sizes)
+    if rest + max(sizes.values(), default=0) > MAX_SIZE:
+        raise GrammarError(f"the grammar, its rules written out, has more than {MAX_SIZE} parts", "too_large")
+
+
+def _size(part: Expression, sizes: dict[str, int]) -> int:
+    match part:
+        case Name(name):
+            size = sizes.get(name, 1)
+        case Sequence(parts) | Choice(parts):
+            size = sum(_size(inner, sizes) for inner in parts)
+        case Repeat(inner, low, high):
+            size = _size(inner, sizes) * max(1, high or low)
+        case Text(text):
+            size = len(text)
+        case Chars(ranges, _):
+            size = len(ranges)
+    return min(max(1, size), MAX_SIZE + 1)
 
 
 def _ends(part: Expression, ends: set[str]) -> bool:

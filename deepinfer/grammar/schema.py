@@ -24,6 +24,9 @@ SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMAS = ("items", "additionalItems", "additionalProperties")
 APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+TEXTS = ("pattern", "format", "$ref", "$id", "$anchor", "$schema")
 
 
 def parse_schema(source: str, what: str = "the JSON schema") -> Schema:
@@ -50,6 +53,7 @@ def enforceable(schema: Any, place: str = "#") -> Any:
     for key in UNSUPPORTED:
         if key in schema:
             raise GrammarError(f"{place}: {key!r} cannot be enforced")
+    _check_shape(schema, place)
     schema = {key: value for key, value in schema.items() if key != "x-guidance"}  # the matcher's options: ours to set
     for key in SCHEMA_MAPS:
         if key in schema:
@@ -68,6 +72,31 @@ def enforceable(schema: Any, place: str = "#") -> Any:
     for rewrite in (_unique_items, _unevaluated, _property_names, _dependencies, _discriminator):
         rewrite(schema, place)
     return schema
+
+
+def _check_shape(schema: Schema, place: str) -> None:
+    """Keywords hold what the standard has them hold, so that nobody below has to ask."""
+    for key, value in schema.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key in COUNTS and not (number and value >= 0 and float(value).is_integer()):
+            wanted = "a count"
+        elif key in NUMBERS and not number:  # draft 4 has true and false as exclusive bounds
+            wanted = "a number"
+        elif key in TEXTS and not isinstance(value, str):
+            wanted = "a text"
+        elif key == "uniqueItems" and not isinstance(value, bool):
+            wanted = "true or false"
+        elif key == "enum" and not isinstance(value, list):
+            wanted = "a list"
+        elif key == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            wanted = "a list of names"
+        elif key == "type" and not all(
+            isinstance(kind, str) for kind in (value if isinstance(value, list) else [value])
+        ):
+            wanted = "a name or a list of names"
+        else:
+            continue
+        raise GrammarError(f"{place}/{key}: must be {wanted}, got {json.dumps(value)[:80]}")
 
 
 def _unique_items(schema: Schema, place: str) -> None:

@@ -262,6 +262,8 @@ def endless_grammar(chance: random.Random) -> Structure:
                 "start: A B\nA: /a*/\nB: /ab/",
                 "start: a\na: b\nb: a",
                 "start: A\nA: B\nB: A",
+                "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(60)) + "A60: /[a-z]/",
+                'root ::= "a"' + "*" * 5 + " | root root root",
                 'start: <[5]> "a"',
                 "start: <think>",
                 '%llguidance {"no_forcing": false, "allow_invalid_utf8": true}\nstart: "a"',
