@@ -281,12 +281,20 @@ def joined(parts: Sequence[str | Image], param: str) -> tuple[str, tuple[Image, 
     return "\n\n".join(IMAGE if isinstance(part, Image) else part for part in parts), images
 
 
-def refuse(body: Any, name: str, advice: str, *, harmless: Sequence[Any] = (False, "", []), path: str = "") -> None:
+def refuse(
+    body: Any,
+    name: str,
+    advice: str,
+    *,
+    harmless: Sequence[Any] = (False, "", []),
+    path: str = "",
+    code: str | None = None,
+) -> None:
     """RequestError if `body` has a field `name`, known or unknown, whose value is neither null nor harmless.
 
     path: what stands in front of the name ("messages.0."). The harmless values are compared with their types: 1 is not
-    True.
+    True. code: of the error.
     """
     value = getattr(body, name, None)
     if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
-        raise RequestError(f"{path}{name}: {advice}", param=path + name)
+        raise RequestError(f"{path}{name}: {advice}", param=path + name, code=code)

@@ -228,6 +228,8 @@ def test_calls_and_results_that_do_not_fit_are_named_when_they_are_rendered(mess
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
+        ({"compaction": {"type": "summary"}}, "compaction"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "mcp_toolset"}]}, "tools.0.type"),
@@ -386,7 +388,9 @@ def test_errors_have_anthropics_shape(status: int, code: str | None, kind: str, 
     # spec/codec.md 5, row 10
     error = RequestError("is bad \ud800", param="messages.0.content", status=status, code=code)
     body = error_body(error)
-    assert body["type"] == "error" and set(body["error"]) == {"type", "message"} and body["error"]["type"] == kind
+    assert body["type"] == "error" and body["error"]["type"] == kind
+    assert body["error"].keys() - {"type", "message"} == (set() if code is None else {"details"})
+    assert code is None or body["error"]["details"] == {"error_code": code}
     assert body["error"]["message"].startswith("messages.0.content: is bad") and json.dumps(body).encode()
     assert error_status(error) == answered
     named = error_body(RequestError("max_tokens: is required", param="max_tokens"))

@@ -247,7 +247,7 @@ def refused(answer: httpx.Response, status: int, path: str) -> dict[str, Any]:
     assert answer.headers["x-request-id"]
     if path.startswith("/v1/messages"):
         assert set(body) == {"type", "error"} and body["type"] == "error"
-        assert set(body["error"]) == {"type", "message"}
+        assert {"type", "message"} <= set(body["error"]) <= {"type", "message", "details"}
     else:
         assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]

@@ -28,10 +28,12 @@ def error_status(error: RequestError) -> int:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """{"type": "error", "error": {"type", "message"}}. There is no place for the field: the message begins with it."""
+    """{"type": "error", "error": {"type", "message"}}, and "details" with the error's code if it has one. There is no
+    place for the field: the message begins with it."""
     plain = openai_error(error)["error"]
     message, param = plain["message"], plain["param"]
     if param is not None and param not in message:
         message = f"{param}: {message}"
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {} if error.code is None else {"details": {"error_code": error.code}}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}

@@ -101,6 +101,7 @@ class MessagesRequest(PromptFields, SamplingExtensions):
 def to_generation(body: MessagesRequest) -> GenerationRequest:
     """Raises RequestError naming the field in the client's spelling."""
     refuse(body, "stop", "is called stop_sequences in this protocol")
+    refuse(body, "compaction", "is not supported; ask for a summary in a message")
     refuse(body, "n", "one answer per request; /v1/chat/completions draws several", harmless=(None, 1))
     conversation = conversation_of(body)
     wanted = one_format([*([conversation.format] if conversation.format else []), *structured_formats(body)])
@@ -125,6 +126,7 @@ def to_generation(body: MessagesRequest) -> GenerationRequest:
 def conversation_of(body: PromptFields) -> Conversation:
     """What the prompt is rendered from; for counting its tokens, too. Raises RequestError."""
     refuse(body, "mcp_servers", "this server connects to none; offer their tools as tools")
+    refuse(body, "thread", "none are kept here; send the whole conversation", code="thread_unsupported_request")
     tools = _tools(body)
     choice = _choice(body, tools)
     config, thinking = body.output_config, body.thinking
