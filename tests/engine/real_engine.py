@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from drafters import TableDrafter
 from engines import MakeDrafter
+from toy_grammar import AutomatonCompiler
 
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.grammars import Grammars
 from deepinfer.engine.sampling_params import SamplingParams
 
 VOCAB_USED = 400  # ids 3 .. 399 are plain tokens in the tiny preset
@@ -42,7 +44,10 @@ def make_real_engine(
     if config.drafts and drafter is None:
         drafter = guess_from_cold_runs()
     vocab = model.config.vocab_size
-    return engines.make_engine(model, model.config, config, vocab_size=vocab, drafter=drafter, clock=clock)
+    grammars = Grammars(AutomatonCompiler(vocab))
+    return engines.make_engine(
+        model, model.config, config, vocab_size=vocab, drafter=drafter, clock=clock, grammars=grammars
+    )
 
 
 def guess_from_cold_runs(right: float = 0.8) -> MakeDrafter:

@@ -66,13 +66,20 @@ class CoreMachine(RuleBasedStateMachine):
         most=st.integers(1, 30),
         warm=st.booleans(),
         priority=st.integers(0, 1),
+        structured=st.booleans(),
     )
-    def add(self, base, shared, own, seed, n, most, warm, priority):
+    def add(self, base, shared, own, seed, n, most, warm, priority, structured):
         prompt = list(text(base)[:shared] + text(10 + seed)[:own])
         params = SamplingParams(
-            n=n, max_tokens=most, temperature=0.8 if warm else 0.0, seq_seed=seed, priority=priority
+            n=n,
+            max_tokens=most,
+            temperature=0.8 if warm else 0.0,
+            seq_seed=seed,
+            priority=priority,
+            regex="the automaton's" if structured else None,
         )
         name = f"r{len(self.prompts)}-{self.engine.core.scheduler._num_steps}-{seed}-{own}-{shared}-{most}-{base}"
+        name += structured * "-structured"
         if name in self.prompts:
             return
         if self.engine.core.config.drafts:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import torch
-from plans import bit_masks
+from plans import Automaton, bit_masks
 from scripted import EOS, VOCAB
 
 from deepinfer.grammar.errors import GrammarError
@@ -117,6 +117,26 @@ class ToyCompiler:
             except ValueError:
                 future.set_exception(GrammarError(f"{structure.content} is not a number"))
         self.waiting.clear()
+
+
+class AutomatonCompiler:
+    """Whatever the structure says, it is the endless automaton of plans.py: for engines without an end token."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+
+    def compile(self, structure: Structure) -> Future:
+        future: Future = Future()
+        future.set_result(self)
+        return future
+
+    def start(self, output_ids: Sequence[int] = ()) -> Automaton:
+        constraint = Automaton(vocab=self.vocab)
+        constraint.accept(output_ids)
+        return constraint
+
+    def close(self) -> None:
+        pass
 
 
 class FailingPairs(Pairs):
