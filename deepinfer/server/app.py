@@ -51,6 +51,7 @@ def build_app(state: ServerState) -> FastAPI:
         title="deepinfer",
         version=__version__,
         description=DESCRIPTION,
+        docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
         telemetry=NO_TELEMETRY,
@@ -75,7 +76,7 @@ def whole_app(
     """The routes behind the door: access log, keys (or names of this machine, where there are none), limits,
     idempotency."""
     settings = state.settings
-    limits = RequestLimits(max_body=settings.max_body_bytes, max_image_body=settings.max_image_body_bytes)
+    limits = RequestLimits(max_body=settings.max_body_bytes)
     app = build_app(state)
 
     def render_error(path: str, error: RequestError) -> bytes:
@@ -206,10 +207,12 @@ def _add_stored(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_ops(app: FastAPI, state: ServerState) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", summary="200 as long as the server's event loop runs.")
     async def health() -> Response:
         return _json({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", summary="200 if requests should come here; else 503 and why not.")
     async def ready() -> Response:
         status, body = readiness(state)

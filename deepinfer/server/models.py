@@ -74,6 +74,11 @@ class ServedModel:
     def name(self) -> str:
         return self.names[0]
 
+    def describe_defaults(self) -> str:
+        """A line for the start."""
+        said = ", ".join(f"{name} {value:g}" for name, value in self.defaults.items())
+        return f"where a request says nothing: {said} (generation_config.json)" if said else "temperature 1 by default"
+
     def check_name(self, name: str) -> None:
         """RequestError 404 for a name that is not served."""
         if not self.any_name and name not in self.names:

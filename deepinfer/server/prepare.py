@@ -80,7 +80,11 @@ async def prepare(
     prompts, starts, continued = await encode_prompts(generation, model, context=context, threads=threads)
     longest = max(len(prompt) for prompt in prompts)
     structure = structure_of(
-        generation, thinking=starts == "thinking", continued=continued, tool_grammar=settings.tool_grammar
+        generation,
+        thinking=starts == "thinking",
+        continued=continued,
+        # whoever ignores the end cannot have an end enforced that nobody asked for
+        tool_grammar=settings.tool_grammar and not generation.sampling.get("ignore_eos"),
     )
     tools = None if conversation is None else callable_tools(conversation)
     fields = sampling_fields(generation, model, settings, thinking=starts == "thinking")

@@ -13,6 +13,7 @@ from deepinfer.codec.errors import RequestError
 from deepinfer.codec.generation import AnswerWriter, GenerationRequest, WriterContext
 from deepinfer.codec.sse import json_bytes
 from deepinfer.engine.client import AsyncEngineClient
+from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.grammar.errors import GrammarError
 from deepinfer.server.access_log import RequestRecord, note_error, record_of
 from deepinfer.server.asgi import Message, Receive, Scope, Send, send_error
@@ -96,21 +97,23 @@ class Exchange:
             job = await prepare(
                 generation, state.model, state.settings, context=client.max_model_len, threads=state.threads
             )
+            self._record.encoding = (began, time.monotonic())
+            if job.structure is not None:
+                await state.checker.check(job.structure)
         except RequestError as error:
             if error.code == TOO_LONG:
                 error.param = self._protocol.prompt_field
             raise
-        self._record.encoding = (began, time.monotonic())
+        except InvalidRequestError as error:
+            if error.field != "structure":
+                raise
+            raise _bad_grammar(generation, error.message) from None
+        except GrammarError as error:
+            if error.kind == "busy":
+                raise unavailable(error.message, code="overloaded") from None
+            raise _bad_grammar(generation, error.message) from None
         if state.settings.log_content:
             self._record.prompt = state.model.tokenizer.decode(job.prompts[0][:LOGGED_TOKENS].tolist(), False)
-        if job.structure is not None:
-            try:
-                await state.checker.check(job.structure)
-            except GrammarError as error:
-                if error.kind == "busy":
-                    raise unavailable(error.message, code="overloaded") from None
-                param = generation.format.param if generation.format is not None else "tools"
-                raise RequestError(f"{param}: {error.message}", param=param, code="invalid_grammar") from None
         return job
 
     def _make_answer(self, generation: GenerationRequest, job: Job, admission: Admission) -> Answer:
@@ -208,6 +211,11 @@ async def _disconnect(receive: Receive) -> None:
     """Returns when the client has left (or has its whole answer)."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _bad_grammar(generation: GenerationRequest, message: str) -> RequestError:
+    param = generation.format.param if generation.format is not None else "tools"
+    return RequestError(f"{param}: {message}", param=param, code="invalid_grammar")
 
 
 def _note_request(record: RequestRecord, protocol: Protocol, generation: GenerationRequest) -> None:

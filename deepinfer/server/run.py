@@ -49,8 +49,9 @@ def serve(core: ModelCore, settings: ServerSettings) -> int:
     state = make_state(core, settings, model, keys)
     log = LogWriter(sys.stderr.buffer) if settings.access_log else None
     app = whole_app(state, write_log=None if log is None else log.write, tracing=tracing)
-    for line in (f"deepinfer: serving {', '.join(model.names)}", *(f"  {line}" for line in settings.describe())):
-        print(line, file=sys.stderr, flush=True)
+    print(f"deepinfer: serving {', '.join(model.names)}{', or any name' if model.any_name else ''}", file=sys.stderr)
+    for line in (*settings.describe(), model.describe_defaults()):
+        print(f"  {line}", file=sys.stderr, flush=True)
     server = Server(app, state)
     try:
         server.run([listener])

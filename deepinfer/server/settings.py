@@ -43,8 +43,6 @@ class ServerSettings:
     """Prompt tokens of those."""
     max_body_bytes: int = 8 << 20
     """Of a request."""
-    max_image_body_bytes: int = 48 << 20
-    """Of a request to a model that reads pictures."""
     grammar_seconds: float = 2.0
     """Longest time that a grammar may take to compile."""
     grammar_workers: int = 1

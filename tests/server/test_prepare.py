@@ -184,6 +184,7 @@ def test_calls_are_held_to_their_form_also_where_the_model_may_choose(nano: Serv
         asking = conversation(**{"tools": TOOLS[1:], **fields})
         structure = job(nano, conversation=asking, settings={"tool_grammar": False}).structure
         assert structure is not None and structure.tool_mode == "auto"
+    assert job(nano, conversation=free, sampling={"ignore_eos": True}).structure is None
     single = job(nano, conversation=conversation(tools=TOOLS, parallel_tool_calls=False))
     assert single.max_calls == 1 and single.structure is not None and not single.structure.parallel_calls
     both = job(nano, conversation=free, format=Format("json_object")).structure
