@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (texts, easier to read unwrapped)
 """Grammars of every kind, of the size that clients send; the tests walk along the same ones that are measured here."""
 
 from __future__ import annotations
@@ -156,3 +157,54 @@ BOOK = {
     ),
 }
 TOOLS: dict[str, Json] = {"get_weather": WEATHER, "book": BOOK, "now": _object([])}
+
+# Answers as models write them, for what is measured along real texts.
+ANSWERS: dict[str, str] = {
+    "person": '{"name": "Grace Hopper", "age": 85, "email": "grace@navy.example", "tags": ["vip", "new"]}',
+    "free text": '{"answer": "The capital of France is Paris. It has been the seat of government, with interruptions, '
+    'since the tenth century, and it lies on the Seine.", "confidence": "high"}',
+    "numbers": "[1.5, -3, 0.25, 10]",
+    "tree": '{"value": 1, "children": [{"value": 2, "children": []}, {"value": 33, "children": [{"value": 4, "children": []}]}]}',
+    "union": '{"kind": "circle", "radius": 2.5}',
+    "patterns": '{"phone": "+4930123456", "day": "2026-11-30", "id": "123e4567-e89b-12d3-a456-426614174000", "note": "a xxy b"}',
+    "map": '{"monday": [true, false], "tuesday": [], "every other day": [true]}',
+    "named": '{"apples": 3, "pears": null, "plums": 12}',
+    "dependent": '{"total": 30, "card": "4111 1111", "billing": "1 Main Street, Springfield"}',
+    "merged": '{"a": 7, "b": "short"}',
+    "tuple": '[7, "seven", true]',
+    "anything": '{"nested": [{"list": [1, 2, 3]}, "text with \\"quotes\\" and é", null, true, -1.5e10]}',
+    "records": '[{"id": 1, "name": "Ada Lovelace", "address": {"street": "12 St James Square", "city": "London", "zip": "10115"}, '
+    '"orders": [{"sku": "B-100", "quantity": 2, "price": 19.99}, {"sku": "C-7", "quantity": 1, "price": 5}]}]',
+    "wide": "{" + ", ".join(f'"field_{n}": ' + ['"some words here"', "123", "true"][n % 3] for n in range(24)) + "}",
+}
+MATCHES = {
+    "date": "2026-11-30",
+    "email": "grace.hopper@navy.mil.org",
+    "anchored": "yes indeed",
+    "free": 'Anything at all, over\nseveral lines: {not} [even] "JSON".',
+    "not ascii": "αβγδε!",
+    "slashes": "/usr/lib/python/site/packages",
+    "long": "the quick brown fox jumps over the lazy dog and runs away to the end",
+}
+SENTENCES = {
+    "select": "SELECT col_1  from table_2  where col_2 = 1 ",
+    "arithmetic": "12*(3+45)/(6-7*(8+9))-1234",
+    "left recursive": "a,[a,a,[a]],a,[[a]]",
+    "palindrome": "abbacabba",
+    "json": ANSWERS["person"],
+}
+CALL_VALUES: list[tuple[str, Json]] = [
+    ("get_weather", {"city": "Paris, the one in Texas", "days": 3, "unit": "celsius"}),
+    (
+        "book",
+        {
+            "hotel": "Grand Budapest",
+            "from": "2026-12-24",
+            "guests": [{"name": "Gustave", "age": 45}, {"name": "Zero"}],
+            "remark": "late arrival",
+            "vip": True,
+            "code": "ABC",
+        },
+    ),
+    ("now", {}),
+]

@@ -8,8 +8,9 @@ import re
 
 import jsonschema
 import pytest
+from grammar import cases as measured_cases
 from grammar_cases import CHOICES, GRAMMARS, REGEXES, SCHEMAS, TOOLS
-from walks import MARK, allows, check_ends, matches_schema, nano, parse_block, prototype, rendered, walk
+from walks import EOS, MARK, allows, check_ends, encoded, matches_schema, nano, parse_block, prototype, rendered, walk
 
 from deepinfer.grammar.structure import Grammar, Structure, ToolGrammar
 
@@ -169,3 +170,10 @@ def test_content_or_a_call_but_not_one_in_the_other() -> None:
         kinds.add(MARK in text)
         assert parse_block(text) if MARK in text else is_person(text)
     assert kinds == {True, False}
+
+
+def test_the_answers_that_the_benchmark_follows_are_answers() -> None:
+    for name, (structure, text) in measured_cases().items():
+        matcher = prototype(structure).start()
+        matcher.accept([*encoded(text), EOS])
+        assert matcher.error is None and matcher.ended, name
