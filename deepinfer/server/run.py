@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -36,12 +37,14 @@ from deepinfer.server.tracing import Tracing
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+MOST_FILES = 65536
 CLOSING_SECONDS = 2  # that connections have to close when everything is answered
 
 
 def serve(core: ModelCore, settings: ServerSettings) -> int:
     """Serves until a signal; returns the exit code. ValueError or OSError for what cannot be: a file of keys, a
     checkpoint, an address in use."""
+    _allow_many_files()
     model = ServedModel.load(core.path, core.settings, settings.model_names)
     listener = listen(settings.host, settings.port)
     keys = None if settings.keys is None else KeyRing.load(settings.keys)
@@ -72,21 +75,24 @@ def make_state(
 ) -> ServerState:
     """Everything that routes share; nothing of the engine has begun yet. make_core: runs in place of `core`, for
     tests and benchmarks."""
+    store = ResponseStore(settings.store, StoreLimits(max_bytes=settings.store_bytes))
     end = ModelConfig.from_dir(core.path).eos_token_id
     vocabulary = Vocabulary.from_tokenizer_file(Path(core.path) / "tokenizer.json", model.vocab_size, end)
+    gate = Gate(
+        keys,
+        max_running=settings.max_running,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+    )
     return ServerState(
         settings,
         model,
         EngineHost(make_core or core, model=model.name, hang_timeout=settings.hang_timeout),
-        Gate(
-            keys,
-            max_running=settings.max_running,
-            max_queued_requests=settings.max_queued_requests,
-            max_queued_tokens=settings.max_queued_tokens,
-        ),
+        gate,
+        # last, for it starts processes
         Checker(vocabulary, workers=settings.grammar_workers, time_limit=settings.grammar_seconds),
         ServerMetrics(model.name),
-        ResponseStore(settings.store, StoreLimits(max_bytes=settings.store_bytes)),
+        store,
     )
 
 
@@ -97,6 +103,14 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=infos[0][0], backlog=BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def _allow_many_files() -> None:
+    """Every connection is one; what a shell allows by default would end at a thousand."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Server(uvicorn.Server):

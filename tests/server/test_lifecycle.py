@@ -106,6 +106,8 @@ def test_a_drain_that_takes_too_long_ends_all_the_same(tmp_path: Path) -> None:
         (["--dtype", "float64"], "dtype"),
         (["--max-model-len", "100000000"], "max_model_len"),
         (["--port", "TAKEN"], "cannot listen"),
+        (["--store", "/proc/nowhere/responses"], "cannot keep responses"),
+        (["--trace-endpoint", "nonsense"], "endpoint"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_an_exit_code(arguments: list[str], message: str) -> None:
