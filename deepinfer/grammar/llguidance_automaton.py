@@ -61,7 +61,7 @@ def compile_automaton(lark: str, vocabulary: Vocabulary) -> LLAutomaton:
         text = llguidance.LLMatcher.grammar_from_lark(lark)
         matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=LIMITS)
     except ValueError as error:
-        raise _grammar_error(str(error)) from None
+        raise _grammar_error(str(error), lark) from None
     except BaseException as error:
         if (
             type(error).__name__ != "PanicException"
@@ -69,7 +69,7 @@ def compile_automaton(lark: str, vocabulary: Vocabulary) -> LLAutomaton:
             raise
         raise GrammarError(f"the grammar is beyond the parser: {error}", "too_large") from None
     if matcher.is_error():
-        raise _grammar_error(matcher.get_error())
+        raise _grammar_error(matcher.get_error(), lark)
     return LLAutomaton(matcher)
 
 
@@ -90,7 +90,10 @@ def fill_all(jobs: Sequence[tuple[LLAutomaton, int, Sequence[int]]], rows: np.nd
         executor(threads).unsafe_compute_mask_ptr_with_draft_token(drafted, place, stride, count)
 
 
-def _grammar_error(reason: str) -> GrammarError:
-    """The library's reason without the states and the grammars of ours that it shows."""
+def _grammar_error(reason: str, lark: str) -> GrammarError:
+    """The library's reason, without the states and the grammars of ours that it shows; with a place only in a text that
+    the client wrote himself, which does not begin with our options."""
     reason = re.split(r"\n<(?:state|non-verbose)|\n +\d+ \| ", reason)[0].strip()
+    place = "" if lark.startswith("%llguidance") else r"line \1, column \2: "
+    reason = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", place, reason)
     return GrammarError(reason, "too_large" if _TOO_LARGE.search(reason) else "invalid")

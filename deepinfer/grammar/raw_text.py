@@ -44,7 +44,10 @@ def text_terminal(schema: Any, root: Schema, depth: int = 0) -> str | None:
         if key in schema:
             terms.append(_listed(schema["enum"] if key == "enum" else [schema[key]]))
     if "minLength" in schema or "maxLength" in schema:
-        terms.append(term(f"(?s:.{{{int(schema.get('minLength', 0))},{schema.get('maxLength', '')}}})"))
+        low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
+        if high is not None and low > high:
+            return None
+        terms.append(term(f"(?s:.{{{low},{'' if high is None else int(high)}}})"))
     if "pattern" in schema:
         terms.append(term(found_in(schema["pattern"])))
     if schema.get("format") in FORMATS:

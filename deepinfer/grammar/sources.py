@@ -34,7 +34,7 @@ def content_lark(grammar: Grammar) -> str:
         case "choice":
             return f"{HEADER}start: TEXT\nTEXT: {' | '.join(map(literal, parse_choices(grammar.source)))}\n"
         case "ebnf":
-            return ebnf_lark(grammar.source) + "\n" + HEADER  # at the end: errors name the client's lines
+            return ebnf_lark(grammar.source)
 
 
 def parse_choices(source: str) -> list[str]:
@@ -58,12 +58,13 @@ def literal(text: str) -> str:
 
 
 def ebnf_lark(source: str) -> str:
-    """GBNF or Lark. A client's Lark may neither name control tokens nor set the matcher's options."""
+    """GBNF or Lark. A client's Lark may neither name control tokens nor set the matcher's options; our options stand
+    behind it, so that errors name the client's own lines."""
     if gbnf.is_gbnf(source):
-        return gbnf_lark.lark(gbnf.parse(source))
+        return HEADER + gbnf_lark.lark(gbnf.parse(source))
     bare = EBNF_TEXT.sub('""', source)
     if "<" in bare:
         raise GrammarError("a grammar cannot name tokens: texts and patterns only")
     if re.search(r"%llguidance(?!\s*\{\s*\})", bare):
         raise GrammarError("options of %llguidance cannot be set")
-    return re.sub(r"(?m)^\s*%llguidance\s*\{\s*\}", "", source)
+    return re.sub(r"(?m)^[ \t]*%llguidance\s*\{\s*\}", "", source) + "\n" + HEADER
