@@ -46,7 +46,7 @@ class _Entry:
         return self.constraint is None
 
     def fail(self, error: BaseException | str) -> None:
-        """Also by what a matcher in another language throws, which is no Exception; an interrupt is nobody's failure."""
+        """Also by what a matcher in another language throws, no Exception; an interrupt is nobody's failure."""
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         logger.warning("a sequence ends, its constraint failed: %s", error)
