@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer.config import VERIFY_ROWS
@@ -51,6 +51,7 @@ class Environment:
     profile: bool
     world_size: int
     rank: int
+    api_key: str | None = field(default=None, repr=False)
     unknown: tuple[str, ...] = ()
 
 
@@ -149,6 +150,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "RANK", "rank", "integer >= 0", _count(0), 0,
         "Number of this process, below WORLD_SIZE; set by torchrun.", "parallel/groups.py",
+    ),
+    Variable(
+        "DEEPINFER_API_KEY", "api_key", "text", str.strip, None,
+        "Key that `chat` and `bench` send to the server of `--server`, unless `--api-key` gives one.", "cli",
     ),
 )  # fmt: skip
 

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "deepinfer"
 # A folder imports only what stands below it. codec stands above engine, so the engine cannot know how text is made.
 ORDER = [
-    "cli", "llm", "server", "router", "codec", "engine", "speculation", "grammar", "cache", "model", "parallel",
-    "kernels", "metrics",
+    "cli", "chat", "bench", "client", "llm", "server", "router", "codec", "engine", "speculation", "grammar", "cache",
+    "model", "parallel", "kernels", "metrics",
 ]  # fmt: skip
 LEAVES = {"codec", "grammar", "metrics"}
 EVERYBODYS = {"config", "env"}

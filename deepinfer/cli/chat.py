@@ -1,26 +1,59 @@
 """`deepinfer chat`: talk with the model in the terminal, streamed."""
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deepinfer.cli import options
 
-HELP = "/reset forgets the conversation, /think on|off switches the reasoning, /exit (or Ctrl-D) leaves."
+if TYPE_CHECKING:
+    from deepinfer.chat.source import AnswerSource
+
+SERVER = "A server that runs already"
 
 
 def chat(
     model: options.Model = None,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Ask this server, as http://127.0.0.1:8000, instead of loading.", rich_help_panel=SERVER),
+    ] = None,
+    api_key: options.ApiKey = None,
     system: Annotated[str | None, typer.Option(help="System message that leads the conversation.")] = None,
     thinking: Annotated[
         bool, typer.Option("--thinking/--no-thinking", help="Let the model reason before it answers.")
-    ] = False,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.6,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.0,
+    ] = True,
+    effort: Annotated[str, typer.Option(help="How much it reasons: low, high, max, or 1 to 100.")] = "high",
+    tools: Annotated[
+        Path | None,
+        typer.Option(help="JSON file with a list of functions that it may call; you are asked for their results."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest output in tokens; default: what the context has room for.",
+                     rich_help_panel=options.STOPPING),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 takes the most likely token; default: the checkpoint's own.",
+                     rich_help_panel=options.SAMPLING),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Choose among the k most likely tokens; 0 = all.", rich_help_panel=options.SAMPLING),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Choose among the fewest tokens whose probabilities sum to this; default: the checkpoint's.",
+                     rich_help_panel=options.SAMPLING),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Drop tokens less likely than this fraction of the most likely one.",
+                     rich_help_panel=options.SAMPLING),
+    ] = None,
     seed: options.Seed = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -35,76 +68,76 @@ def chat(
     batch_invariant: options.BatchInvariant = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No settings on stderr.")] = False,
     debug: options.Debug = False,
-) -> None:
-    """Reads lines, streams answers."""
-    from deepinfer.codec.conversation import Conversation, Turn
-    from deepinfer.codec.encoder import encode
-    from deepinfer.codec.template import render
-    from deepinfer.engine.sampling_params import SamplingParams
+) -> None:  # fmt: skip
+    """Reads lines, streams answers: answers on stdout, all else on stderr."""
+    from deepinfer.chat.screen import Screen
+    from deepinfer.chat.session import Session, parse_effort, read_tools
+
+    level = parse_effort(effort)
+    if level is None:
+        raise ValueError(f"effort: must be low, high, max, or a number from 1 to 100, got {effort!r}")
+    declared = None if tools is None else read_tools(tools)
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    if server is not None:
+        source = _remote(server, api_key, model)
+    else:
+        source = _local(
+            model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=1,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_format=kv_format,
+            yoco_truncation=yoco_truncation,
+            overlap=overlap,
+            nextn=nextn,
+            mtp_varlen=mtp_varlen,
+            batch_invariant=batch_invariant,
+            verbose=not quiet,
+            **options.prefix_caching(prefix_mode),
+        )
+    try:
+        Session(
+            source,
+            Screen(),
+            _read,
+            system=system,
+            thinking=thinking,
+            effort=level,
+            tools=declared,
+            options={name: value for name, value in given.items() if value is not None},
+        ).run()
+    finally:
+        source.close()
+
+
+def _remote(server: str, api_key: str | None, model: str | None) -> "AnswerSource":
+    from deepinfer.chat.remote import RemoteModel
+    from deepinfer.env import read_environment
+
+    return RemoteModel(server, api_key or read_environment().api_key, model)
+
+
+def _local(model: str | None, **arguments: Any) -> "AnswerSource":
+    from deepinfer.chat.local import LocalModel
     from deepinfer.llm import LLM
 
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_tokens=max_tokens, seq_seed=seed
-    )
-    llm = LLM(
-        model,
-        device=device,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_format=kv_format,
-        yoco_truncation=yoco_truncation,
-        overlap=overlap,
-        nextn=nextn,
-        mtp_varlen=mtp_varlen,
-        batch_invariant=batch_invariant,
-        **options.prefix_caching(prefix_mode),
-        verbose=not quiet,
-    )
-    start = [Turn(role="system", text=system)] if system else []
-    messages = list(start)
-
-    def prompt(turns: list[Turn]) -> list[int]:
-        return encode(render(Conversation(turns=tuple(turns), thinking=thinking)), llm.tokenizer).tolist()
-
-    prompt([*messages, Turn(role="user")])  # a tokenizer without roles fails here, not later
-    print(HELP, file=sys.stderr)
-    while (line := _read()) is not None:
-        command, _, argument = line.strip().partition(" ")
-        if command == "/exit":
-            break
-        if command == "/reset":
-            messages = list(start)
-            continue
-        if command == "/think" and argument in ("on", "off"):
-            thinking = argument == "on"
-            continue
-        if command.startswith("/"):
-            print(HELP, file=sys.stderr)
-            continue
-        if not command:
-            continue
-        messages.append(Turn(role="user", text=line))
-        answer = ""
-        try:
-            for delta in llm.stream(prompt(messages), params):
-                answer += delta.text
-                print(delta.text, end="", flush=True)
-        except ValueError as error:  # the conversation outgrew the context, or the line was no text
-            messages.pop()
-            print(f"error: {error}; /reset starts anew", file=sys.stderr)
-            continue
-        except KeyboardInterrupt:
-            pass  # stop this answer, keep what it said
-        print()
-        reasoning, closed, content = answer.partition("</think>")
-        content = content if thinking and closed else "" if thinking else reasoning
-        messages.append(Turn(role="assistant", text=content))
+    return LocalModel(LLM(model, **arguments))
 
 
-def _read() -> str | None:
+def _read(prompt: str) -> str | None:
+    """A line of the person's; the prompt is shown to people only."""
     try:
-        return input("> ")
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  (arrow keys and history)
+        return input(prompt if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
         return None

@@ -31,11 +31,15 @@ def keys(
     file: Annotated[
         Path, typer.Option("--file", help="The file; holds hashes, not keys. `add` makes it if it is not there.")
     ] = Path("keys.json"),
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, rich_help_panel=LIMITS)] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Whatever they ask for.", rich_help_panel=LIMITS)
+    ] = None,
     input_tokens_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Without those that the prefix cache had.", rich_help_panel=LIMITS)
     ] = None,
-    output_tokens_per_minute: Annotated[int | None, typer.Option(min=1, rich_help_panel=LIMITS)] = None,
+    output_tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Reasoning is counted too.", rich_help_panel=LIMITS)
+    ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at a time.", rich_help_panel=LIMITS)] = None,
     days: Annotated[
         int | None, typer.Option(min=1, help="It is valid for so long; default: until revoked.", rich_help_panel=LIMITS)

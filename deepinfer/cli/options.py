@@ -18,6 +18,12 @@ Model = Annotated[
         help="Directory in the Hugging Face layout, hub id, or nano. Default: DEEPINFER_HF_MODEL_DIR, or nano.",
     ),
 ]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        help="Key of the server; other users of this machine can read it here, so rather set DEEPINFER_API_KEY."
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.", rich_help_panel=ENGINE)]
 Dtype = Annotated[
     str,
