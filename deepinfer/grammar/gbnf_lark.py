@@ -145,7 +145,7 @@ class _Writer:
             case Sequence(parts):
                 return "(" + " ".join(self._runs(parts)) + ")"
             case Repeat(inner, low, high):
-                return self._rule(inner) + _bounds(low, high)
+                return f"({self._rule(inner)}){_bounds(low, high)}"
         raise AssertionError(part)  # what is left is regular
 
     def _alternatives(self, parts: Iterable[Expression]) -> list[str]:
