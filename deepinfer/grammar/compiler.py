@@ -12,13 +12,15 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from deepinfer.grammar import gbnf, xgrammar_automaton
 from deepinfer.grammar.automaton import Automaton
 from deepinfer.grammar.errors import GrammarError
+from deepinfer.grammar.lexing import loses_sentences
 from deepinfer.grammar.limits import check_limits
 from deepinfer.grammar.llguidance_automaton import compile_automaton
 from deepinfer.grammar.prototype import Parts, Prototype
 from deepinfer.grammar.sources import content_lark
-from deepinfer.grammar.structure import Structure
+from deepinfer.grammar.structure import Grammar, Structure
 from deepinfer.grammar.tools import block_lark
 from deepinfer.grammar.vocabulary import Vocabulary
 
@@ -33,14 +35,25 @@ class Compiler:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, *, threads: int = 1, cache_size: int = 256, observe: Observer | None = None
+        self,
+        vocabulary: Vocabulary,
+        *,
+        threads: int = 1,
+        cache_size: int = 256,
+        observe: Observer | None = None,
+        fallback: bool = False,
     ) -> None:
         """observe: called in a thread of the compiler with what came of a request for a structure ("hit": it was there
-        or on its way; "error": it cannot be enforced) and the seconds from the call of compile."""
+        or on its way; "error": it cannot be enforced) and the seconds from the call of compile.
+
+        fallback: EBNF in which llguidance would lose sentences is given to xgrammar where that is installed. Not for
+        grammars of strangers: a Checker's worker, which has no xgrammar, cannot try them out first.
+        """
         self.vocabulary = vocabulary
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar-compiler")
         self._cache_size = cache_size
         self._observe = observe
+        self._fallback = fallback
         self._lock = threading.Lock()
         self._cache: OrderedDict[Structure, Future[Parts]] = OrderedDict()
 
@@ -89,16 +102,17 @@ class Compiler:
             self._observe(result, time.perf_counter() - asked)
 
     def _build(self, structure: Structure) -> Parts:
-        return build_parts(structure, self.vocabulary)
+        return build_parts(structure, self.vocabulary, fallback=self._fallback)
 
 
-def build_parts(structure: Structure, vocabulary: Vocabulary) -> Parts:
-    """Compiles now, in this thread. GrammarError."""
+def build_parts(structure: Structure, vocabulary: Vocabulary, *, fallback: bool = False) -> Parts:
+    """Compiles now, in this thread. GrammarError. fallback: as Compiler's."""
     check_limits(structure)
     content = block = begun = None
     if structure.content is not None and structure.tool_mode != "required":
         grammar = structure.content
-        content = _compile(lambda: content_lark(grammar), vocabulary)
+        content = _compile_elsewhere(grammar, vocabulary) if fallback else None
+        content = content or _compile(lambda: content_lark(grammar), vocabulary)
     if structure.tool_mode != "none" and structure.tools:
         dsml = vocabulary.dsml
         if dsml is None:
@@ -116,6 +130,20 @@ def _compile(write: Callable[[], str], vocabulary: Vocabulary) -> Automaton:
         automaton = compile_automaton(write(), vocabulary)
     except RecursionError:
         raise GrammarError("the grammar is nested too deep", "too_large") from None
+    _warm(automaton, vocabulary)
+    return automaton
+
+
+def _compile_elsewhere(grammar: Grammar, vocabulary: Vocabulary) -> Automaton | None:
+    """In xgrammar, if that gains sentences and it takes the grammar; else None."""
+    if grammar.kind != "ebnf" or not gbnf.is_gbnf(grammar.source) or not xgrammar_automaton.is_installed():
+        return None
+    if not loses_sentences(gbnf.parse(grammar.source)):
+        return None
+    try:
+        automaton = xgrammar_automaton.compile_gbnf(grammar.source, vocabulary)
+    except GrammarError:
+        return None  # llguidance takes more dialects
     _warm(automaton, vocabulary)
     return automaton
 
