@@ -68,7 +68,10 @@ class Screen:
 
     def _piece(self, console: Console, text: str, style: str) -> None:
         text = printable(text)
-        console.print(Text(text, style), end="")
+        if style:
+            console.print(Text(text, style), end="")
+        else:
+            console.file.write(text)  # as it is: rich would turn tabs into blanks
         console.file.flush()
         self._open = None if text.endswith("\n") else console
 

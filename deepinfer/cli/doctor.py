@@ -11,7 +11,8 @@ import typer
 
 PACKAGES = (
     "torch", "numpy", "tokenizers", "safetensors", "msgspec", "pyzmq", "prometheus-client", "typer", "rich", "tqdm",
-    "huggingface-hub", "deepseek-recipe", "llguidance", "fastapi", "pydantic", "uvicorn", "uvloop", "httptools", "pebble",
+    "huggingface-hub", "deepseek-recipe", "llguidance", "fastapi", "pydantic", "uvicorn", "uvloop", "httptools",
+    "pebble",
 )  # fmt: skip
 PYTHON_NEEDED = (3, 11)
 

@@ -64,6 +64,8 @@ class Answer:
         self._read_at = 0.0
         self.is_headed = False
         self.is_whole = False
+        self.keeps_alive = False
+        """The connection may be used again."""
 
     # httptools calls these
 
@@ -78,6 +80,7 @@ class Answer:
 
     def on_message_complete(self) -> None:
         self.is_whole = True
+        self.keeps_alive = self._connection.keeps_alive()
 
     async def pieces(self) -> AsyncIterator[tuple[float, bytes]]:
         """(time.perf_counter() when it was read, bytes). ServerUnreachable if the body does not come to its end."""
@@ -134,12 +137,16 @@ class Connection:
         try:
             yield answer
         finally:
-            if not (answer.is_whole and self._parser is not None and self._parser.should_keep_alive()):
+            if not answer.keeps_alive:
                 self.close()
+
+    def keeps_alive(self) -> bool:
+        """Whether the answer allows another request here; known when its last byte is parsed, and not later."""
+        return self._parser is not None and self._parser.should_keep_alive()
 
     async def _exchange(self, message: bytes) -> Answer:
         """Sends, and reads until the headers are there; once more on a new connection if a kept one turns out closed:
-        the server hung up before it saw the request."""
+        servers hang up on idle connections, most likely before this request came."""
         is_kept = self._writer is not None
         try:
             return await self._send(message)
