@@ -34,25 +34,24 @@ class MaskFiller:
         out = np.empty((sum(len(path) + 1 for _, path in rows), self._words), np.int32)
         jobs: list[Job] = []
         extra: list[Job] = []  # further automata of matchers that have several: they write apart and are joined
-        joined: list[slice] = []
+        drafted: list[slice] = []
         end = 0
         for matcher, path in rows:
             begin, end = end, end + len(path) + 1
             walk = matcher.walk(path)
             first = write_known(walk, out[:end], begin)
             if walk.automata:
-                union = len(walk.automata) > 1
-                out[first + (not union) : end] = 0 if union else -1  # one automaton always writes its first row
+                out[first:end] = 0
                 jobs.append((walk.automata[0], first, walk.path))
                 extra += [(automaton, first, walk.path) for automaton in walk.automata[1:]]
-                joined += [slice(first, end)] if union else []
+                drafted.append(slice(first + 1, end))
         self._run(jobs, out)
         for job in extra:
             part = slice(job[1], job[1] + len(job[2]) + 1)
             apart = np.zeros_like(out[part])
             self._run([(job[0], 0, job[2])], apart)
             out[part] |= apart
-        for part in joined:
+        for part in drafted:
             close_gaps(out[part])
         return out
 

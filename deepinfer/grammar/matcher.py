@@ -207,17 +207,13 @@ def write_known(walk: Walk, rows: np.ndarray, first: int) -> int:
 
 def write_union(walk: Walk, rows: np.ndarray, first: int) -> None:
     """Writes rows[first:] with what any of the automata allows."""
-    if len(walk.automata) == 1:
-        rows[first:] = -1
-        walk.automata[0].fill(rows, first, walk.path)
-        return
     rows[first:] = 0
-    scratch = np.empty_like(rows[first:])
-    for automaton in walk.automata:
-        scratch[:] = 0
-        automaton.fill(scratch, 0, walk.path)
-        rows[first:] |= scratch
-    close_gaps(rows[first:])
+    walk.automata[0].fill(rows, first, walk.path)
+    for automaton in walk.automata[1:]:
+        apart = np.zeros_like(rows[first:])
+        automaton.fill(apart, 0, walk.path)
+        rows[first:] |= apart
+    close_gaps(rows[first + 1 :])
 
 
 def close_gaps(rows: np.ndarray) -> None:

@@ -201,6 +201,47 @@ def test_an_end_where_the_answer_may_not_end_is_an_error() -> None:
     assert matcher.error is not None and not matcher.ended
 
 
+# The lexer's state holds every place at which an "a" stood: the tables are full after some hundred tokens.
+GREEDY = Structure(content=Grammar("regex", "(?s:.*)a(?s:.{1000})b(?s:.*)"))
+
+
+def test_an_answer_that_fills_the_matchers_tables_harms_no_other() -> None:
+    """Copies of one prototype share the tables of the lexer, which have a limit: a popular structure would be used up
+    for everybody, by one client or by time."""
+    letters = [nano().tokenize(letter)[0] for letter in "abcdef"]
+    shared = prototype(GREEDY)
+    neighbour = shared.start()
+    neighbour.accept(letters)
+    retired = 0
+    for seed in range(3):
+        matcher, chance = shared.start(), random.Random(seed)
+        for _ in range(400):
+            matcher.masks([])
+            assert matcher.error is None
+            matcher.accept([chance.choice(letters)])
+        retired = shared.content._source.generation  # type: ignore[union-attr]
+    assert retired > 0, "the tables were never full"
+    fresh = prototype(GREEDY).start(letters)
+    assert np.array_equal(neighbour.masks(letters), fresh.masks(letters))
+    neighbour.accept(letters)
+    assert neighbour.error is None
+
+
+def test_an_answer_that_fills_them_again_and_again_is_ended() -> None:
+    letters = [nano().tokenize(letter)[0] for letter in "abcdef"]
+    explosive = "|".join(
+        f"(?s:.*){a}(?s:.{{{n}}}){b}(?s:.*)" for a, b, n in (("a", "b", 50), ("c", "d", 70), ("e", "f", 90))
+    )
+    matcher, chance = prototype(Structure(content=Grammar("regex", explosive))).start(), random.Random(0)
+    for _ in range(600):
+        matcher.masks([])
+        if matcher.error is not None:
+            break
+        matcher.accept([chance.choice(letters)])
+    assert matcher.error is not None and "too many" in matcher.error
+    assert ids_of(row(matcher)) == [EOS]
+
+
 def sampled(name: str, seed: int, most: int = 120) -> list[int]:
     return walk(PROTOTYPES[name].start(), random.Random(seed), most).ids
 

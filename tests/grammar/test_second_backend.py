@@ -92,7 +92,7 @@ def test_its_drafts_copies_and_steps_are_those_of_the_other() -> None:
 
 
 def test_it_allows_nothing_that_the_other_does_not_where_nothing_is_lost() -> None:
-    """At every token of random sentences. (It allows less: of a palindrome it forgets tokens like "ca", behind "ba".)"""
+    """At every token of random sentences. (It allows less: it forgets "ca" behind "ba" of a palindrome.)"""
     for name in ("select", "arithmetic", "left recursive", "palindrome"):
         ours = build_parts(Structure(content=Grammar("ebnf", GRAMMARS[name])), nano()).content
         theirs = compile_gbnf(GRAMMARS[name], nano())
