@@ -9,6 +9,7 @@ from deepinfer.grammar.errors import GrammarError
 from deepinfer.grammar.patterns import ANY, found_in, term
 from deepinfer.grammar.references import resolve
 from deepinfer.grammar.schema import Schema
+from deepinfer.grammar.sources import literal
 
 MAX_DEPTH = 32  # of schemas inside schemas, references followed
 ANY_TEXT = term(ANY)
@@ -69,8 +70,6 @@ def _types(schema: Schema) -> tuple[str, ...] | list[str]:
 
 
 def _listed(values: list[Any]) -> str | None:
-    from deepinfer.grammar.sources import literal
-
     return " | ".join(literal(value) for value in values if isinstance(value, str)) or None
 
 
