@@ -14,6 +14,8 @@ import httpx
 import pytest
 from servers import ProcessServer, children, is_running, process_server
 
+from deepinfer.cli import main
+
 LONG = {"model": "nano", "prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True, "seed": 1}
 
 
@@ -74,7 +76,7 @@ def test_sigterm_finishes_what_is_open_and_refuses_what_is_new(tmp_path: Path) -
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    with process_server(tmp_path / "log", "--model", "nano") as server:
+    with process_server(tmp_path / "log", "--nextn", "0") as server:
         helpers = children(server.process.pid)
         stream = started(server)
         server.process.send_signal(signal.SIGINT)
@@ -89,7 +91,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 
 def test_a_drain_that_takes_too_long_ends_all_the_same(tmp_path: Path) -> None:
-    with process_server(tmp_path / "log", "--model", "nano", "--drain-timeout", "0.2") as server:
+    with process_server(tmp_path / "log", "--nextn", "0", "--drain-timeout", "0.2") as server:
         stream = started(server)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
@@ -104,17 +106,24 @@ def test_a_drain_that_takes_too_long_ends_all_the_same(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "keys"),
         (["--keys", "/nowhere/keys.json"], "keys add"),
         (["--dtype", "float64"], "dtype"),
-        (["--max-model-len", "100000000"], "max_model_len"),
         (["--port", "TAKEN"], "cannot listen"),
         (["--store", "/proc/nowhere/responses"], "cannot keep responses"),
         (["--trace-endpoint", "nonsense"], "endpoint"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_an_exit_code(arguments: list[str], message: str) -> None:
+def test_what_cannot_be_served_is_one_line_and_an_exit_code(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         arguments = [str(taken.getsockname()[1]) if a == "TAKEN" else a for a in arguments]
-        port = [] if "--port" in arguments else ["--port", "0"]
-        command = [sys.executable, "-m", "deepinfer", "serve", *port, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        with pytest.raises(SystemExit) as left:
+            main(["serve", *([] if "--port" in arguments else ["--port", "0"]), *arguments])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and line.startswith("error: ") and message in line
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_and_says_why() -> None:
+    command = [sys.executable, "-m", "deepinfer", "serve", "--port", "0", "--max-model-len", "100000000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert message in done.stderr.splitlines()[-1] and done.stderr.splitlines()[-1].startswith("error: ")
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "max_model_len" in done.stderr.splitlines()[-1]
