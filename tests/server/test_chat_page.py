@@ -378,6 +378,23 @@ other_metric 7`;
 
 
 @needs_browser
+def test_a_narrow_screen_needs_no_scrolling_sideways_and_every_control_has_a_name(page: Any) -> None:
+    names = page.evaluate("""() => [...document.querySelectorAll('input, select, textarea, button')]
+      .map((one) => one.getAttribute('aria-label') || one.labels?.[0]?.textContent.trim() || one.textContent.trim())""")
+    assert len(names) > 20 and all(names), names
+    page.set_viewport_size({"width": 360, "height": 640})
+    for control in ("#show-settings", "#show-live"):  # both are open
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        page.click(control)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.is_visible("#prompt") and not page.is_visible("#live")
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 18, 24)"
+    page.click("#theme")  # light always
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(246, 247, 249)"
+
+
+@needs_browser
 def test_a_server_with_keys_is_used_with_the_key_that_was_typed(
     context: Any, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

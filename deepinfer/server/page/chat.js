@@ -12,7 +12,7 @@ const NEAR_END = 80; // px from the end: the view follows the answer
 const STARTERS = [
   ["What is the capital of France?"],
   ["Write a Python function that returns the n-th Fibonacci number."],
-  ["Sort these words alphabetically: pear, apple, fig, cherry"],
+  ["Reverse this list: red, green, blue, yellow"],
   ["What is the weather in Paris?", "with a tool"],
 ];
 
