@@ -34,11 +34,16 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## model speed beside the machine's limits, drafting, host time per step, prefix cache, to results/*.json; PEER=python of a vLLM venv
+bench: $(INSTALLED) ## model, drafting, host time per step, prefix cache, codec, grammars, server, to results/*.json; PEER=python of a vLLM venv
 	$(BIN)/python benchmarks/cpu_throughput.py --output results/cpu_throughput.json
 	$(BIN)/python benchmarks/dspark.py --output results/dspark.json
 	$(BIN)/python benchmarks/host_overhead.py --output results/host_overhead.json $(if $(PEER),--peer-python $(PEER))
 	$(BIN)/python benchmarks/prefix_cache.py --output results/prefix_cache.json
+	$(BIN)/python benchmarks/codec.py --output results/codec.json
+	$(BIN)/python benchmarks/codec_parse.py --output results/codec_parse.json
+	$(BIN)/python benchmarks/grammar.py --output results/grammar.json
+	$(BIN)/python benchmarks/structured_output.py --output results/structured_output.json
+	$(BIN)/python benchmarks/serving.py --output results/serving.json
 
 clean: ## remove .venv, caches and results
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist results

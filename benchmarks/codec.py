@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "models" / "nano", help="folder with tokenizer.json")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of the long prompt")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     tokenizer = Tokenizer.from_directory(options.tokenizer)
@@ -125,7 +126,11 @@ def main() -> None:
         "render": renders(options.repeat),
         "encode": encodes(tokenizer, options.tokens, options.repeat),
     }
-    print(json.dumps(result, indent=1))
+    text = json.dumps(result, indent=1)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,7 @@ def main() -> None:
     )
     arguments.add_argument("--tokens", type=int, default=20_000, help="of each answer")
     arguments.add_argument("--repeat", type=int, default=5)
+    arguments.add_argument("--output", type=Path, help="also write the JSON to this file")
     options = arguments.parse_args()
     load = os.getloadavg()[0]
     tokenizer = Tokenizer.from_directory(options.tokenizer)
@@ -178,7 +179,11 @@ def main() -> None:
         "us_per_token": {name: costs(tokenizer, ids, options.repeat) for name, ids in all_answers.items()},
     }
     result["tenths_of_a_long_answer"] = tenths(tokenizer, answers(tokenizer, 10 * options.tokens)["code"], 3)
-    print(json.dumps(result, indent=1))
+    text = json.dumps(result, indent=1)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":
