@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,19 +24,20 @@ class Part(pydantic.BaseModel):
 
 
 class Body(Part):
-    """A request's body. All texts in it can be written as UTF-8: JSON's \\u escapes can spell half of a surrogate
-    pair, which is refused here, once for all fields."""
+    """A request's body. All of it can be written as JSON in UTF-8 again: JSON's \\u escapes can spell half of a
+    surrogate pair, and Python reads numbers that JSON does not have, which is refused here, once for all fields."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _unicode(cls, data: Any) -> Any:
-        check_unicode(data)
+    def _values(cls, data: Any) -> Any:
+        check_values(data)
         return data
 
 
-def check_unicode(data: Any) -> None:
-    """RequestError naming the place of a text or key in `data` (decoded JSON) that holds a lone surrogate, or that lies
-    deeper than anything that is asked for: what comes later may recurse.
+def check_values(data: Any) -> None:
+    """RequestError naming the place in `data` (decoded JSON) of a text or key that holds a lone surrogate, of a number
+    that is infinite or none at all, or of what lies deeper than anything that is asked for: what comes later may
+    recurse.
 
     Linear in the size of the body: a place is a chain of links until somebody wants to read it.
     """
@@ -45,18 +47,22 @@ def check_unicode(data: Any) -> None:
         if isinstance(value, str):
             if not _writable(value):
                 raise _error_at(link, "holds half of a surrogate pair; send valid Unicode text")
+        elif isinstance(value, float):
+            if not math.isfinite(value):
+                raise _error_at(link, "must be a finite number")
         elif depth > MAX_DEPTH:
             raise _error_at(link, f"is nested too deeply; a body may have {MAX_DEPTH} levels")
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict):
             for key, item in value.items():
                 if isinstance(key, str) and not _writable(key):
                     raise _error_at((ascii(key)[1:-1], link), "the key holds half of a surrogate pair")
-                if _may_hold_text(item):
+                if isinstance(item, _CHECKED):
                     stack.append(((key, link), depth + 1, item))
         elif isinstance(value, list):
-            stack.extend(((i, link), depth + 1, item) for i, item in enumerate(value) if _may_hold_text(item))
+            stack.extend(((i, link), depth + 1, item) for i, item in enumerate(value) if isinstance(item, _CHECKED))
 
 
+_CHECKED = (str, float, dict, list)
 _Link = tuple[Any, "_Link"] | None  # the last step of a place, and those before
 
 
@@ -67,10 +73,6 @@ def _error_at(link: _Link, what: str) -> RequestError:
         steps.append(str(step)[:64])
     param = ".".join(reversed(steps))
     return RequestError(f"{param or 'the body'}: {what}", param=param or None)
-
-
-def _may_hold_text(value: Any) -> bool:
-    return isinstance(value, str | Mapping | list)
 
 
 def _writable(text: str) -> bool:

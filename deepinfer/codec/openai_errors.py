@@ -6,6 +6,24 @@ from typing import Any
 
 from deepinfer.codec.errors import RequestError
 
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+"""Of what `error_body` makes, as JSON schema."""
+
 
 def error_body(error: RequestError) -> dict[str, Any]:
     """{"error": {"message", "type", "param", "code"}}; all of it can be written as UTF-8, whatever the client sent."""

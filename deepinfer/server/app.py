@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from deepinfer import __version__
 from deepinfer.codec.anthropic import CountTokensRequest
@@ -18,9 +18,9 @@ from deepinfer.codec.sse import json_bytes
 from deepinfer.server import stored
 from deepinfer.server.access_log import note_error
 from deepinfer.server.asgi import App, Message, Receive, Scope, Send
-from deepinfer.server.bodies import ERRORS, body_route
+from deepinfer.server.bodies import body_route
 from deepinfer.server.door import OPEN_PATHS, front
-from deepinfer.server.errors import as_request_error, error_response, http_error
+from deepinfer.server.errors import OPENAI_ERRORS, as_request_error, described, error_response, http_error
 from deepinfer.server.health import readiness
 from deepinfer.server.hosts import HostGuard
 from deepinfer.server.limits import RequestLimits
@@ -42,6 +42,9 @@ NO_TELEMETRY: Any = {
     "auto_configure": False,
 }
 DESCRIPTION = "DeepSeek-V4.1 behind OpenAI's and Anthropic's protocols. docs/api.md lists every field."
+
+TOLD = described(OPENAI_ERRORS)
+NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "No requests, please: the body says why."}}
 
 
 def build_app(state: ServerState) -> FastAPI:
@@ -152,7 +155,9 @@ def _add_protocol(app: FastAPI, state: ServerState, protocol: Protocol) -> None:
     async def respond(request: Request, body: Any, size: int) -> Any:
         return kind(state, protocol, body, size)
 
-    route = body_route(protocol.path, protocol.body, respond, summary=protocol.summary, name=protocol.name)
+    route = body_route(
+        protocol.path, protocol.body, respond, summary=protocol.summary, name=protocol.name, streams=True
+    )
     app.router.routes.append(route)
 
 
@@ -180,7 +185,7 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
         client = state.host.current
         return client.max_model_len if client is not None and client.state == "ready" else None
 
-    @app.get("/v1/models", summary="The models that requests may name.", responses=ERRORS)
+    @app.get("/v1/models", summary="The models that requests may name.", responses=TOLD)
     async def models(request: Request) -> Response:
         names = state.model.names
         if "anthropic-version" in request.headers:
@@ -188,7 +193,7 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
             return _json({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
         return _json({"object": "list", "data": [list_entry(state.model, name, context()) for name in names]})
 
-    @app.get("/v1/models/{name:path}", summary="One model.", responses=ERRORS)
+    @app.get("/v1/models/{name:path}", summary="One model.", responses=TOLD)
     async def model(request: Request, name: str) -> Response:
         state.model.check_name(name)
         if "anthropic-version" in request.headers:
@@ -197,11 +202,11 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_stored(app: FastAPI, state: ServerState) -> None:
-    @app.get("/v1/responses/{response_id}", summary="A stored response.", responses=ERRORS)
+    @app.get("/v1/responses/{response_id}", summary="A stored response.", responses=TOLD)
     async def retrieve(request: Request, response_id: str) -> Response:
         return _json(await stored.retrieve(state, request, response_id))
 
-    @app.delete("/v1/responses/{response_id}", summary="Forgets a stored response.", responses=ERRORS)
+    @app.delete("/v1/responses/{response_id}", summary="Forgets a stored response.", responses=TOLD)
     async def delete(request: Request, response_id: str) -> Response:
         return _json(await stored.delete(state, request, response_id))
 
@@ -213,12 +218,12 @@ def _add_ops(app: FastAPI, state: ServerState) -> None:
         return _json({"status": "ok"})
 
     @app.head("/ready", include_in_schema=False)
-    @app.get("/ready", summary="200 if requests should come here; else 503 and why not.")
+    @app.get("/ready", summary="200 if requests should come here; else 503 and why not.", responses=NOT_READY)
     async def ready() -> Response:
         status, body = readiness(state)
         return _json(body, status)
 
-    @app.get("/metrics", summary="Prometheus' text format.")
+    @app.get("/metrics", summary="Prometheus' text format.", response_class=PlainTextResponse, responses=TOLD)
     async def metrics(request: Request) -> Response:
         content, content_type = await exposition(state, request.headers.get("accept", ""))
         return Response(content, media_type=content_type)

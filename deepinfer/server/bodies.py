@@ -13,15 +13,18 @@ from starlette.responses import Response
 from deepinfer.codec.body import Body, parse
 from deepinfer.codec.errors import RequestError
 from deepinfer.server.access_log import note_error
-from deepinfer.server.errors import as_request_error, error_response
+from deepinfer.server.errors import as_request_error, described, error_response
 from deepinfer.server.protocols import errors_of
 
 Respond = Callable[[Request, Any, int], Awaitable[Any]]
 """Request, its parsed body, and how many bytes that had -> an ASGI response."""
 
 
-def body_route(path: str, model: type[Body], respond: Respond, *, summary: str, name: str) -> APIRoute:
-    """A POST route. What `respond` raises is answered in the shape of the path's protocol."""
+def body_route(
+    path: str, model: type[Body], respond: Respond, *, summary: str, name: str, streams: bool = False
+) -> APIRoute:
+    """A POST route. What `respond` raises is answered in the shape of the path's protocol. streams: it can answer with
+    events."""
 
     async def endpoint(body: Any) -> Response:
         raise AssertionError("the route reads its body itself")
@@ -43,25 +46,8 @@ def body_route(path: str, model: type[Body], respond: Respond, *, summary: str, 
 
             return handle
 
-    return BodyRoute(path, endpoint, methods=["POST"], summary=summary, name=name, responses=ERRORS)
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
-    for status, text in (
-        (400, "The request cannot be served as it is; `param` names the field."),
-        (401, "No valid API key."),
-        (404, "No such model or object."),
-        (408, "The body came too slowly."),
-        (409, "An idempotency key whose answer is not at hand."),
-        (413, "The body is too large."),
-        (415, "The body is not JSON."),
-        (422, "An idempotency key that belongs to another request."),
-        (429, "A quota of the key is used up."),
-        (500, "The engine failed."),
-        (503, "Not now: loading, draining, or overloaded."),
-    )
-}
+    told = described(errors_of(path), streams=streams)
+    return BodyRoute(path, endpoint, methods=["POST"], summary=summary, name=name, responses=told)
 
 
 def decode_json(raw: bytes, content_type: str | None) -> Any:
@@ -75,8 +61,20 @@ def decode_json(raw: bytes, content_type: str | None) -> Any:
         what = f"not {kind!r:.80}" if kind else "and none was given"
         raise RequestError(f"content-type: must be application/json, {what}", status=415, param="content-type")
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
     except RecursionError:
         raise RequestError("the body: nests too deeply") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
+        if isinstance(error, RequestError):
+            raise
         raise RequestError(f"the body: is not valid JSON in UTF-8 ({error})") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A key that comes twice is refused: which of the two is meant, readers of JSON do not agree on."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))[:64]  # type: ignore[func-returns-value]
+        raise RequestError(f"{twice}: stands twice in one object", param=twice)
+    return made

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 
 from deepinfer.codec.errors import RequestError
+from deepinfer.codec.openai_errors import ERROR_SCHEMA
 from deepinfer.codec.openai_errors import error_body as openai_error
 from deepinfer.codec.sse import json_bytes
 from deepinfer.engine.client import EngineDeadError, EngineDrainingError
@@ -24,9 +25,26 @@ class ErrorShape(NamedTuple):
 
     body: Callable[[RequestError], dict[str, Any]]
     status: Callable[[RequestError], int]
+    schema: dict[str, Any]  # JSON schema of the body
+    statuses: dict[int, str]  # those that are told in the OpenAPI description, and what they mean
 
 
-OPENAI_ERRORS = ErrorShape(openai_error, lambda error: error.status)
+STATUSES = {
+    400: "The request cannot be served as it is; the field is named.",
+    401: "No valid API key.",
+    404: "No such model or object.",
+    408: "The body came too slowly.",
+    409: "An idempotency key whose answer is not at hand.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    421: "A Host header that is none of this server's.",
+    422: "An idempotency key that belongs to another request.",
+    429: "A quota of the key is used up.",
+    431: "The headers are too large.",
+    500: "The engine failed.",
+    503: "Not now: loading, draining, or overloaded.",
+}
+OPENAI_ERRORS = ErrorShape(openai_error, lambda error: error.status, ERROR_SCHEMA, STATUSES)
 
 # Names of SamplingParams where the protocols have other ones.
 _FIELDS = {
@@ -86,6 +104,17 @@ def model_not_found(model: str, known: tuple[str, ...]) -> RequestError:
         kind="not_found_error",
         code="model_not_found",
     )
+
+
+def described(shape: ErrorShape, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """What FastAPI is told of a route's answers. streams: it can answer with server-sent events."""
+    content = {"application/json": {"schema": shape.schema}}
+    told: dict[int | str, dict[str, Any]] = {
+        status: {"description": meaning, "content": content} for status, meaning in shape.statuses.items()
+    }
+    if streams:
+        told[200] = {"description": "The answer; events where stream is true.", "content": {"text/event-stream": {}}}
+    return told
 
 
 def error_response(error: RequestError, shape: ErrorShape = OPENAI_ERRORS) -> Response:

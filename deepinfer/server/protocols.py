@@ -20,7 +20,14 @@ from deepinfer.codec.responses import make_call_id as responses_call_id
 from deepinfer.codec.responses.request import ResponsesRequest
 from deepinfer.codec.responses.request import to_generation as responses_generation
 from deepinfer.codec.responses.writer import writer as responses_writer
-from deepinfer.server.errors import OPENAI_ERRORS, ErrorShape
+from deepinfer.server.errors import OPENAI_ERRORS, STATUSES, ErrorShape
+
+ANTHROPIC_ERRORS = ErrorShape(
+    anthropic.error_body,
+    anthropic.error_status,
+    anthropic.ERROR_SCHEMA,
+    {**STATUSES, anthropic.OVERLOADED: "Overloaded.", 503: "Not now: loading or draining."},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +89,7 @@ MESSAGES = Protocol(
     body=anthropic.MessagesRequest,
     to_generation=anthropic.to_generation,
     writer=anthropic.writer,
-    errors=ErrorShape(anthropic.error_body, anthropic.error_status),
+    errors=ANTHROPIC_ERRORS,
     make_call_id=anthropic.make_call_id,
     heartbeat=10.0,
 )

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from deepinfer.codec import sse
-from deepinfer.codec.body import Body, Part, check_unicode, parse, short, validation_error
+from deepinfer.codec.body import Body, Part, check_values, parse, short, validation_error
 from deepinfer.codec.chat.request import ChatRequest
 from deepinfer.codec.errors import RequestError
 from deepinfer.codec.openai_errors import error_body
@@ -70,16 +70,25 @@ def test_fastapi_places_of_errors_are_understood() -> None:
 
 def test_half_a_surrogate_pair_is_found_wherever_it_is() -> None:
     good: dict[str, Any] = {"a": [1, None, "é😀", {"b": True}]}
-    check_unicode(good)
+    check_values(good)
     for data, param in [
         ({"a": [0, {"b": "x\ud83d"}]}, "a.1.b"),
         ({"a": {"k\udc00": 1}}, "a.k\\udc00"),
         ("\ud800", None),
     ]:
         with pytest.raises(RequestError) as caught:
-            check_unicode(data)
+            check_values(data)
         assert caught.value.param == param
         assert json.dumps(error_body(caught.value), ensure_ascii=False).encode()
+
+
+def test_a_number_that_json_does_not_have_is_found_wherever_it_is() -> None:
+    """A schema with it would be shown to the model, and no reader of JSON could read that."""
+    check_values({"a": [0.5, -1e308, 10**400]})
+    for text, param in [('{"a": [0, {"b": NaN}]}', "a.1.b"), ('{"a": -Infinity}', "a"), ('{"b": [1e999]}', "b.0")]:
+        with pytest.raises(RequestError, match="must be a finite number") as caught:
+            check_values(json.loads(text))
+        assert caught.value.param == param
 
 
 def test_a_deep_body_is_refused_without_recursion() -> None:
@@ -96,7 +105,7 @@ def test_a_deep_body_is_refused_without_recursion() -> None:
     nested: Any = "x"
     for _ in range(100):
         nested = {"properties": nested}
-    check_unicode(nested)
+    check_values(nested)
 
 
 def test_a_frame_is_one_event_whatever_the_text() -> None:

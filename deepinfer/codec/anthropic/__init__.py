@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from deepinfer.codec.anthropic.errors import ERROR_SCHEMA as ERROR_SCHEMA
+from deepinfer.codec.anthropic.errors import OVERLOADED as OVERLOADED
 from deepinfer.codec.anthropic.errors import error_body as error_body
 from deepinfer.codec.anthropic.errors import error_status as error_status
 from deepinfer.codec.anthropic.request import CountTokensRequest as CountTokensRequest

@@ -21,6 +21,24 @@ _TYPES = {
     OVERLOADED: "overloaded_error",
 }
 
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string", "description": "Begins with the field that is wrong."},
+                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
+            },
+        },
+    },
+}
+"""Of what `error_body` makes, as JSON schema."""
+
 
 def error_status(error: RequestError) -> int:
     """Of the HTTP answer: what is 503 elsewhere because too much is asked of the server is 529 here."""
