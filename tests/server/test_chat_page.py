@@ -177,6 +177,21 @@ def test_the_next_question_comes_with_what_was_said_before(page: Any) -> None:
 
 
 @needs_browser
+def test_stop_before_the_first_token_leaves_the_question(page: Any) -> None:
+    page.route("**/v1/chat/completions", lambda route: None)  # a request that gets no answer
+    page.fill("#prompt", QUESTION)
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("#stop", state="visible")
+    page.press("#prompt", "Escape")
+    page.wait_for_selector(".error")
+    assert "Stopped before" in page.inner_text(".error")
+    page.unroute("**/v1/chat/completions")
+    page.click("text=Try again")
+    wait_for_end(page)
+    assert page.inner_text(".turn.model .text") == ANSWER and page.locator(".turn").count() == 2
+
+
+@needs_browser
 @pytest.mark.parametrize("way", ["button", "key"])
 def test_stop_ends_the_answer_here_and_on_the_server(page: Any, nano_server: str, way: str) -> None:
     page.evaluate("document.getElementById('temperature').value = '2'")  # hardly ever ends by itself
@@ -299,6 +314,32 @@ def test_errors_of_the_server_are_told_in_words_and_the_message_can_be_edited(pa
     ask(page, QUESTION)
     wait_for_end(page)
     assert "max tokens reached" in page.inner_text(".turn.model .foot")
+
+
+@needs_browser
+@pytest.mark.parametrize("said", ["", "reasoning_content", "content"])
+def test_an_answer_that_breaks_off_is_told_and_can_be_asked_for_again(page: Any, said: str) -> None:
+    delta = {said: "Half a"} if said else {}
+    chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    broken = f"data: {json.dumps(chunk)}\n\n" + (
+        'data: {"error": {"message": "the engine was lost"}}\n\n' if said else ""
+    )
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=broken, content_type="text/event-stream"))
+    page.fill("#prompt", QUESTION)
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".error")
+    assert ("the engine was lost" if said else "broke off") in page.inner_text(".error")
+    page.unroute("**/v1/chat/completions")
+    if said != "content":  # nothing was answered, so the question may still be another one
+        page.click("text=Edit the message")
+        assert page.locator(".turn, .error").count() == 0
+        page.press("#prompt", "Enter")
+    else:
+        assert "Broke off" in page.inner_text(".turn.model .foot")
+        page.click("text=Try again")
+    wait_for_end(page)
+    assert page.locator(".turn").count() == 2 and page.locator(".error").count() == 0
+    assert page.inner_text(".turn.model .text") == ANSWER
 
 
 @needs_browser

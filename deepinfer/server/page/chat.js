@@ -1,9 +1,11 @@
 // The page: a conversation, what is sent of it, and what comes back.
 
+import { Answer } from "./answer.js";
 import { ServerError, ask, streamChat, tab } from "./api.js";
 import { byId, button } from "./dom.js";
 import { Panel } from "./panel.js";
 import { FieldError, Settings, TOOLS_EXAMPLE } from "./settings.js";
+import { nextTheme, restoreTheme } from "./theme.js";
 import { AnswerView, errorNote, userTurn } from "./transcript.js";
 
 const STORE = "deepinfer.messages";
@@ -20,6 +22,7 @@ class Chat {
   constructor() {
     this.messages = []; // as the protocol has them, without the system prompt
     this.running = null; // AbortController of the answer that comes
+    this.asker = null; // what shows the last question
     this.waiting = null; // AnswerView whose calls wait for results
     this.settings = new Settings();
     this.panel = new Panel();
@@ -78,7 +81,8 @@ class Chat {
     if (!this.fields()) return;
     if (this.waiting) this.messages.push(...this.takeResults());
     this.messages.push({ role: "user", content: text });
-    this.append(userTurn(text));
+    this.asker = userTurn(text);
+    this.append(this.asker);
     byId("prompt").value = "";
     this.fit();
     this.run();
@@ -135,7 +139,8 @@ class Chat {
     const message = view.message();
     if (view.isEmpty && answer.reason !== "stop") view.node.remove();
     else if (failure === null || view.content || message.tool_calls) this.messages.push(message);
-    if (failure !== null) return this.fail(failure);
+    if (view.isEmpty && answer.reason === "stopped") failure = new ServerError("Stopped before the first token.");
+    if (failure !== null) return this.fail(failure, view);
     if (message.tool_calls) this.ask(view);
     else this.offerRetry(view);
     this.save();
@@ -159,7 +164,8 @@ class Chat {
     return results;
   }
 
-  fail(error) {
+  /** view: what there is of the answer. */
+  fail(error, view) {
     const known = error instanceof ServerError;
     if (!known) console.error(error);
     const message = known ? error.message : `This page has a fault: ${error.message}`;
@@ -167,6 +173,7 @@ class Chat {
     const actions = [[again, () => this.again()]];
     if (this.messages.at(-1)?.role === "user") actions.push(["Edit the message", () => this.takeBack()]);
     this.error = errorNote(message, actions);
+    this.broken = view.node;
     this.append(this.error);
     this.save();
     if (error.status === 401) {
@@ -175,25 +182,30 @@ class Chat {
     }
   }
 
-  /** The same question once more; what there is of an answer goes. */
+  /** The same question once more; what there is of its answer goes. */
   again() {
-    while (this.messages.at(-1)?.role === "assistant") {
-      this.messages.pop();
-      byId("log").querySelector(".turn.model:last-of-type")?.remove();
-    }
-    this.error?.remove();
+    if (this.messages.at(-1)?.role === "assistant") this.messages.pop();
+    this.forget();
     this.run();
   }
 
+  /** The question goes back to where it was written. */
   takeBack() {
     const message = this.messages.pop();
-    byId("log").querySelector(".turn.user:last-of-type")?.remove();
-    this.error?.remove();
+    this.forget();
+    this.asker.remove();
     if (!byId("prompt").value) byId("prompt").value = message.content;
     this.fit();
     this.save();
     this.drawEmpty();
     byId("prompt").focus();
+  }
+
+  /** Takes an error, and the answer that it cut off, from sight. */
+  forget() {
+    this.error?.remove();
+    this.broken?.remove();
+    this.error = this.broken = null;
   }
 
   offerRetry(view) {
@@ -288,7 +300,7 @@ class Chat {
     }
     let view = null;
     for (const message of this.messages) {
-      if (message.role === "user") this.append(userTurn(message.content));
+      if (message.role === "user") this.append((this.asker = userTurn(message.content)));
       else if (message.role === "tool") view?.showResult(message.tool_call_id, message.content);
       else {
         view = new AnswerView();
@@ -344,74 +356,5 @@ class Chat {
   }
 }
 
-/** An answer on its way: deltas are taken as they come and shown once per frame. */
-class Answer {
-  constructor(view, shown) {
-    this.view = view;
-    this.shown = shown;
-    this.reason = null;
-    this.usage = null;
-    this.began = performance.now();
-    this.first = null; // ms, when the first and the last piece came
-    this.last = null;
-    this.frame = null;
-  }
-
-  take(chunk) {
-    if (chunk.usage) this.usage = chunk.usage;
-    const choice = chunk.choices[0];
-    if (!choice) return;
-    this.reason = choice.finish_reason ?? this.reason;
-    const { delta } = choice;
-    if (!delta.content && !delta.reasoning_content && !delta.tool_calls) return;
-    this.last = performance.now();
-    this.first ??= this.last;
-    this.view.add(delta);
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = null;
-      this.view.draw();
-      this.shown();
-    });
-  }
-
-  end() {
-    if (this.frame !== null) cancelAnimationFrame(this.frame);
-    this.frame = null;
-    const notes = { stopped: "Stopped", length: "Cut off: max tokens reached", error: "Broke off", content_filter: "Withheld" };
-    this.view.end({ note: notes[this.reason] ?? "", figures: this.figures() });
-  }
-
-  figures() {
-    const parts = [];
-    if (this.first !== null) parts.push(`first token ${Math.round(this.first - this.began)} ms`);
-    if (this.usage) {
-      const { completion_tokens: tokens, prompt_tokens: prompt } = this.usage;
-      const thinking = this.usage.completion_tokens_details?.reasoning_tokens ?? 0;
-      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
-      parts.push(`${tokens} tokens${thinking ? ` (${thinking} thinking)` : ""}`);
-      if (tokens > 1 && this.last > this.first) parts.push(`${Math.round(((tokens - 1) * 1000) / (this.last - this.first))} tokens/s`);
-      parts.push(`prompt ${prompt}${cached ? `, ${cached} cached` : ""}`);
-    }
-    return parts.join(" · ");
-  }
-}
-
-// -- colours: as the system has them, or one of both always ----------------------------------------------------------
-
-const THEMES = ["system", "light", "dark"];
-
-function nextTheme() {
-  const now = document.documentElement.dataset.theme ?? "system";
-  setTheme(THEMES[(THEMES.indexOf(now) + 1) % THEMES.length]);
-}
-
-function setTheme(theme) {
-  if (theme === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  byId("theme").setAttribute("aria-label", `Colours: ${theme === "system" ? "as the system" : theme}`);
-  byId("theme").title = byId("theme").getAttribute("aria-label");
-  tab.set("deepinfer.theme", theme === "system" ? "" : theme);
-}
-
-setTheme(tab.get("deepinfer.theme") ?? "system");
+restoreTheme();
 new Chat();
