@@ -59,7 +59,7 @@ Temperature = Annotated[float, _finite(0, 2)]
 TopP = Annotated[float, _finite(0, 1, open_low=True)]
 MinP = Annotated[float, _finite(0, 1)]
 Penalty = Annotated[float, _finite(-2, 2)]
-RepetitionPenalty = Annotated[float, _finite(0, 10, open_low=True)]
+RepetitionPenalty = Annotated[float, _finite(0.01, 10)]  # logits over much less are infinite in float32
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

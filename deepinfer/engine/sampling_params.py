@@ -11,6 +11,7 @@ from deepinfer.grammar.structure import Structure
 
 MAX_LOGPROBS = 1000  # per token; a reply of 4,096 tokens with 1,000 alternatives each is already 4 million entries
 MAX_STOP_STRINGS = 64
+LEAST_TEMPERATURE = 2.0**-126  # the smallest normal float32, in which the sampler keeps it: less is divided by as 0
 MAX_LOGIT_BIAS = 100.0  # the range of the OpenAI protocol; -inf forbids an id outright
 SEED_LIMIT = 1 << 64
 INTEGER_LIMIT = 1 << 31  # of whole numbers without another bound: they must fit the engine's int32 tables
@@ -27,7 +28,8 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt; they share the prompt's computation and draw from different random streams."""
     temperature: float = 1.0
-    """0 = the most likely token, ties to the lowest id; otherwise logits are divided by it."""
+    """0 = the most likely token, ties to the lowest id; otherwise logits are divided by it. What is no normal float32
+    (below 1.2e-38) counts as 0."""
     top_k: int = 0
     """Keep the k most likely tokens (ties to the lowest id); 0 or -1 = all."""
     top_p: float = 1.0
@@ -96,7 +98,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """True if tokens are chosen by argmax and no noise is drawn."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def enforced(self) -> Structure | None:
@@ -131,7 +133,7 @@ def _check(p: SamplingParams) -> None:
     _number("min_p", p.min_p, 0, 1)
     _number("presence_penalty", p.presence_penalty, -2, 2)
     _number("frequency_penalty", p.frequency_penalty, -2, 2)
-    _number("repetition_penalty", p.repetition_penalty, 0, 10, low_open=True)
+    _number("repetition_penalty", p.repetition_penalty, 0.01, 10)
     if p.max_tokens is not None:
         _integer("max_tokens", p.max_tokens, 1, None, "a whole number >= 1, or None for the rest of the context")
     _integer("min_tokens", p.min_tokens, 0, None)

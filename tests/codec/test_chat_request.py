@@ -66,7 +66,7 @@ def test_sampling_fields_reach_the_sampler(field: str, value: Any, name: str, ex
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"presence_penalty": 3}, "presence_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"seed": 1.0}, "seed"),

@@ -143,6 +143,20 @@ def test_temperature_divides_the_logits() -> None:
     assert_follows(draw(SamplingParams(temperature=0.6)), torch.softmax(LOGITS / 0.6, 0))
 
 
+EDGES = [{"temperature": 5e-324}, {"temperature": 1e-38}, {"temperature": 1.2e-38}, {"temperature": 1e-30}]
+EDGES += [{"top_p": 5e-324}, {"min_p": 1.0}, {"temperature": 1e-30, "min_p": 5e-324, "top_p": 0.5}]
+EDGES += [{"temperature": 1e-30, "repetition_penalty": penalty} for penalty in (0.01, 10)]
+
+
+@pytest.mark.parametrize("fields", EDGES, ids=str)
+def test_parameters_at_the_edge_of_their_ranges_give_the_best_token_and_no_infinities(fields: dict) -> None:
+    logits = LOGITS.clone()
+    logits[:6] *= 1000
+    sampled = sample(logits[None], [Row(SamplingParams(**fields), prompt=(4, 5), output=(5,))])
+    assert sampled.valid == [True] and sampled.token_ids == [0]
+    assert all(map(math.isfinite, sampled.logprobs))
+
+
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_top_k_keeps_the_k_best_and_ties_go_to_the_lower_id(k: int) -> None:
     law = torch.softmax(LOGITS, 0)
