@@ -229,8 +229,8 @@ def _json_of(text: str, param: str) -> Any:
 def one_format(formats: Sequence[Format]) -> Format | None:
     """The only format, or None; RequestError for two that contend."""
     if len(formats) > 1:
-        names = " and ".join(f.param for f in formats)
-        raise RequestError(f"{names} both say what the content must be; give one", param=formats[1].param)
+        first, second = formats[0].param, formats[1].param
+        raise RequestError(f"{second}: {first} says already what the content must be; give one", param=second)
     return formats[0] if formats else None
 
 

@@ -68,7 +68,7 @@ class Checker:
         except TimeoutError:
             raise GrammarError("too many grammars are being checked; try again later", "busy") from None
         if verdict is not None:
-            raise GrammarError(verdict.message, verdict.kind)
+            raise GrammarError(verdict.message, verdict.kind, verdict.part)
 
     def close(self) -> None:
         """Ends the workers, whatever they do."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from deepinfer.grammar import gbnf, xgrammar_automaton
 from deepinfer.grammar.automaton import Automaton
-from deepinfer.grammar.errors import GrammarError
+from deepinfer.grammar.errors import GrammarError, blaming
 from deepinfer.grammar.lexing import loses_sentences
 from deepinfer.grammar.limits import check_limits
 from deepinfer.grammar.llguidance_automaton import compile_automaton
@@ -111,18 +111,26 @@ def build_parts(structure: Structure, vocabulary: Vocabulary, *, fallback: bool 
     content = block = begun = None
     if structure.content is not None and structure.tool_mode != "required":
         grammar = structure.content
-        content = _compile_elsewhere(grammar, vocabulary) if fallback else None
-        content = content or _compile(lambda: content_lark(grammar), vocabulary)
+        with blaming("content"):
+            content = _compile_elsewhere(grammar, vocabulary) if fallback else None
+            content = content or _compile(lambda: content_lark(grammar), vocabulary)
     if structure.tool_mode != "none" and structure.tools:
-        dsml = vocabulary.dsml
-        if dsml is None:
-            raise GrammarError("the tokenizer has no DSML token: calls of tools cannot be enforced")
-        block = _compile(lambda: block_lark(structure.tools, dsml, structure.parallel_calls), vocabulary)
-        begun = block.copy()
-        if not begun.consume([*vocabulary.tokenize("\n\n<"), dsml]):
-            raise GrammarError(f"a block of calls cannot begin: {begun.error}")
-        _warm(begun, vocabulary)
+        with blaming("tools"):
+            block, begun = _compile_block(structure, vocabulary)
     return Parts(content, block, begun)
+
+
+def _compile_block(structure: Structure, vocabulary: Vocabulary) -> tuple[Automaton, Automaton]:
+    """A block of calls, and the same behind its DSML token."""
+    dsml = vocabulary.dsml
+    if dsml is None:
+        raise GrammarError("the tokenizer has no DSML token: calls of tools cannot be enforced")
+    block = _compile(lambda: block_lark(structure.tools, dsml, structure.parallel_calls), vocabulary)
+    begun = block.copy()
+    if not begun.consume([*vocabulary.tokenize("\n\n<"), dsml]):
+        raise GrammarError(f"a block of calls cannot begin: {begun.error}")
+    _warm(begun, vocabulary)
+    return block, begun
 
 
 def _compile(write: Callable[[], str], vocabulary: Vocabulary) -> Automaton:

@@ -4,8 +4,9 @@ could exhaust the stack or the machine (spec/codec.md 8.4)."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from deepinfer.grammar.errors import GrammarError
+from deepinfer.grammar.errors import GrammarError, blaming
 from deepinfer.grammar.structure import Grammar, Structure, ToolGrammar
 
 SCHEMA_BYTES = 256 << 10
@@ -35,14 +36,11 @@ EBNF_TEXT = re.compile(
 def check_limits(structure: Structure) -> None:
     """GrammarError of kind "too_large" for what is beyond a limit, "invalid" for text that is no Unicode or that makes
     no sense beside the rest. Linear in the size of the texts; compiles nothing."""
-    if structure.content is not None:
-        _check_grammar(structure.content)
-    if len(structure.tools) > TOOLS:
-        raise GrammarError(f"{len(structure.tools)} tools are more than {TOOLS}", "too_large")
-    for tool in structure.tools:
-        _check_tool(tool)
-    if sum(len(tool.schema) for tool in structure.tools) > TOOLS_BYTES:
-        raise GrammarError(f"the schemas of all tools together exceed {TOOLS_BYTES} bytes", "too_large")
+    with blaming("content"):
+        if structure.content is not None:
+            _check_grammar(structure.content)
+    with blaming("tools"):
+        _check_tools(structure.tools)
     if structure.tool_mode == "required" and not structure.tools:
         raise GrammarError("a call is required, but there are no tools")
     if structure.tool_mode == "required" and structure.prefix:
@@ -67,6 +65,15 @@ def _check_grammar(grammar: Grammar) -> None:
                 raise GrammarError(f"the EBNF grammar has more than {EBNF_RULES} rules", "too_large")
         case "choice":
             _check_schema("the list of choices", grammar.source)
+
+
+def _check_tools(tools: Sequence[ToolGrammar]) -> None:
+    if len(tools) > TOOLS:
+        raise GrammarError(f"{len(tools)} tools are more than {TOOLS}", "too_large")
+    for tool in tools:
+        _check_tool(tool)
+    if sum(len(tool.schema) for tool in tools) > TOOLS_BYTES:
+        raise GrammarError(f"the schemas of all tools together exceed {TOOLS_BYTES} bytes", "too_large")
 
 
 def _check_tool(tool: ToolGrammar) -> None:

@@ -50,7 +50,7 @@ def declared_parameters(tool: ToolGrammar, mark: str, name: str) -> tuple[str, l
     GrammarError for a schema that cannot be enforced.
     """
     what = f"the parameters of tool {tool.name!r}"
-    root = enforceable(parse_schema(tool.schema, what) if tool.schema else {})
+    root = enforceable(parse_schema(tool.schema, what) if tool.schema else {}, f"{what}, #")
     builder = _Builder(root, mark, name, what)
     return builder.arguments(root), builder.rules
 

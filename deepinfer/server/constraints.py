@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from deepinfer.codec.conversation import Conversation, Format, Tool, ToolChoice
 from deepinfer.codec.generation import GenerationRequest
+from deepinfer.grammar.limits import THINKING_BUDGET
 from deepinfer.grammar.structure import Grammar, Structure, ToolGrammar
 
 
@@ -23,10 +24,15 @@ def structure_of(
         tool_mode=mode,  # type: ignore[arg-type]
         parallel_calls=conversation is None or conversation.parallel_tool_calls,
         thinking=thinking,
-        thinking_budget=generation.thinking_budget if thinking else None,
+        thinking_budget=_budget(generation) if thinking else None,
         prefix=continued if generation.format is not None else "",
     )
     return None if structure.is_empty else structure
+
+
+def _budget(generation: GenerationRequest) -> int | None:
+    """Above the grammar's limit no context is longer."""
+    return None if generation.thinking_budget is None else min(generation.thinking_budget, THINKING_BUDGET)
 
 
 def callable_tools(conversation: Conversation) -> list[Tool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ STATUSES = {
 }
 OPENAI_ERRORS = ErrorShape(openai_error, lambda error: error.status, ERROR_SCHEMA, STATUSES)
 
-# Names of SamplingParams where the protocols have other ones.
+# The engine's names where the protocols have other ones, unless they say so themselves (protocols.py).
 _FIELDS = {
     "seq_seed": "seed",
     "prompt_token_ids": "prompt",
@@ -58,13 +58,14 @@ _FIELDS = {
 }
 
 
-def as_request_error(error: Exception) -> RequestError:
-    """What a client is told. An error that nobody foresaw is logged, and says nothing of itself."""
+def as_request_error(error: Exception, names: Mapping[str, str] = {}) -> RequestError:
+    """What a client is told. An error that nobody foresaw is logged, and says nothing of itself. names: the engine's
+    name of a parameter -> the field's."""
     match error:
         case RequestError():
             return error
         case InvalidRequestError():
-            field = _FIELDS.get(error.field, error.field)
+            field = names.get(error.field) or _FIELDS.get(error.field, error.field)
             return RequestError(f"{field}: {error.message}", param=field)
         case EngineDrainingError():
             return unavailable("the server is shutting down and takes no new requests; send it to another one")

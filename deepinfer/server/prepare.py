@@ -18,6 +18,7 @@ from deepinfer.codec.errors import RequestError
 from deepinfer.codec.generation import GenerationRequest
 from deepinfer.codec.template import plain_prompt, render
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.grammar.limits import check_limits
 from deepinfer.grammar.structure import Structure
 from deepinfer.server.constraints import callable_tools, structure_of
 from deepinfer.server.models import ServedModel
@@ -75,7 +76,8 @@ async def prepare(
     generation: GenerationRequest, model: ServedModel, settings: ServerSettings, *, context: int, threads: Executor
 ) -> Job:
     """Encodes, and resolves what was left open. context: tokens that prompt and answer may have together. Raises
-    RequestError, and InvalidRequestError naming a field of SamplingParams."""
+    RequestError, InvalidRequestError naming a field of SamplingParams, and GrammarError for a structure beyond its
+    limits. One with the code TOO_LONG has the engine's name for the field, None = of the prompt."""
     conversation = generation.conversation
     prompts, starts, continued = await encode_prompts(generation, model, context=context, threads=threads)
     longest = max(len(prompt) for prompt in prompts)
@@ -91,6 +93,7 @@ async def prepare(
     if conversation is not None and conversation.tools and not tools and model.call_id is not None:
         fields["logit_bias"] = {**fields.get("logit_bias", {}), model.call_id: -math.inf}
     if structure is not None:
+        check_limits(structure)  # SamplingParams would not say whether content or tools are to blame
         fields["structure"] = structure
     params = SamplingParams(
         **fields,
@@ -152,17 +155,19 @@ def output_budget(generation: GenerationRequest, context: int, prompt_tokens: in
     """Most tokens of an output (spec/codec.md 2). RequestError if the context does not hold them."""
     room = context - prompt_tokens
     if room < 1:
-        raise _too_long(context, f"the prompt has {prompt_tokens} tokens")
+        raise _too_long(context, f"the prompt has {prompt_tokens} tokens", "prompt_token_ids")
     if generation.max_tokens is None:
         return min(_default_budget(generation.conversation), room)
     if generation.max_tokens > room and not generation.clip_max_tokens:
-        raise _too_long(context, f"the prompt has {prompt_tokens} and max_tokens adds {generation.max_tokens}")
+        raise _too_long(context, f"the prompt has {prompt_tokens} and this adds {generation.max_tokens}", "max_tokens")
     return min(generation.max_tokens, room)
 
 
-def _too_long(context: int, what: str) -> RequestError:
+def _too_long(context: int, what: str, param: str) -> RequestError:
+    """param: the engine's name of what is to blame."""
     return RequestError(
         f"the context holds {context} tokens, prompt and answer together, and {what}; shorten one of them",
+        param=param,
         code=TOO_LONG,
     )
 

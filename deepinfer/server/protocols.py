@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,9 @@ class Protocol:
     writer: Callable[..., AnswerWriter]
     errors: ErrorShape
     make_call_id: Callable[[], str]
-    prompt_field: str = "messages"
-    """That is to blame for a prompt that is too long."""
+    names: Mapping[str, str]
+    """The engine's name of a parameter -> the field that it comes from, where that has another name; the prompt's is
+    `prompt_token_ids`."""
     heartbeat: float = 15.0
     """Longest silence of a stream in seconds."""
     is_plain: bool = False
@@ -58,6 +59,7 @@ CHAT = Protocol(
     writer=chat_writer,
     errors=OPENAI_ERRORS,
     make_call_id=chat_call_id,
+    names={"prompt_token_ids": "messages"},
 )
 COMPLETIONS = Protocol(
     name="completions",
@@ -68,7 +70,7 @@ COMPLETIONS = Protocol(
     writer=completion_writer,
     errors=OPENAI_ERRORS,
     make_call_id=chat_call_id,
-    prompt_field="prompt",
+    names={"prompt_token_ids": "prompt", "logprobs": "logprobs"},
     is_plain=True,
 )
 RESPONSES = Protocol(
@@ -80,7 +82,7 @@ RESPONSES = Protocol(
     writer=responses_writer,
     errors=OPENAI_ERRORS,
     make_call_id=responses_call_id,
-    prompt_field="input",
+    names={"prompt_token_ids": "input", "max_tokens": "max_output_tokens"},
 )
 MESSAGES = Protocol(
     name="messages",
@@ -91,6 +93,7 @@ MESSAGES = Protocol(
     writer=anthropic.writer,
     errors=ANTHROPIC_ERRORS,
     make_call_id=anthropic.make_call_id,
+    names={"prompt_token_ids": "messages", "stop": "stop_sequences"},
     heartbeat=10.0,
 )
 PROTOCOLS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)

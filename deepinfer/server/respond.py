@@ -13,7 +13,6 @@ from deepinfer.codec.errors import RequestError
 from deepinfer.codec.generation import AnswerWriter, GenerationRequest, WriterContext
 from deepinfer.codec.sse import json_bytes
 from deepinfer.engine.client import AsyncEngineClient
-from deepinfer.engine.errors import InvalidRequestError
 from deepinfer.grammar.errors import GrammarError
 from deepinfer.server.access_log import RequestRecord, note_error, record_of
 from deepinfer.server.asgi import Message, Receive, Scope, Send, send_error
@@ -58,7 +57,7 @@ class Exchange:
             with self._state.answering():
                 await self._answer()
         except Exception as error:
-            await self._fail(as_request_error(error))
+            await self._fail(as_request_error(error, self._protocol.names))
 
     async def _answer(self) -> None:
         state, record = self._state, self._record
@@ -102,16 +101,13 @@ class Exchange:
                 await state.checker.check(job.structure)
         except RequestError as error:
             if error.code == TOO_LONG:
-                error.param = self._protocol.prompt_field
+                field = self._protocol.names.get(error.param or "prompt_token_ids", error.param)
+                raise RequestError(f"{field}: {error.message}", param=field, code=TOO_LONG) from None
             raise
-        except InvalidRequestError as error:
-            if error.field != "structure":
-                raise
-            raise _bad_grammar(generation, error.message) from None
         except GrammarError as error:
             if error.kind == "busy":
                 raise unavailable(error.message, code="overloaded") from None
-            raise _bad_grammar(generation, error.message) from None
+            raise _bad_grammar(generation, error) from None
         if state.settings.log_content:
             self._record.prompt = state.model.tokenizer.decode(job.prompts[0][:LOGGED_TOKENS].tolist(), False)
         return job
@@ -213,9 +209,9 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _bad_grammar(generation: GenerationRequest, message: str) -> RequestError:
-    param = generation.format.param if generation.format is not None else "tools"
-    return RequestError(f"{param}: {message}", param=param, code="invalid_grammar")
+def _bad_grammar(generation: GenerationRequest, error: GrammarError) -> RequestError:
+    param = "tools" if generation.format is None or error.part == "tools" else generation.format.param
+    return RequestError(f"{param}: {error.message}", param=param, code="invalid_grammar")
 
 
 def _note_request(record: RequestRecord, protocol: Protocol, generation: GenerationRequest) -> None:

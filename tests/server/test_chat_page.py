@@ -307,7 +307,7 @@ def test_errors_of_the_server_are_told_in_words_and_the_message_can_be_edited(pa
     page.fill("#prompt", QUESTION)
     page.press("#prompt", "Enter")
     page.wait_for_selector(".error")
-    assert "max_tokens adds 100000" in page.inner_text(".error")
+    assert "this adds 100000" in page.inner_text(".error")
     page.click("text=Edit the message")
     assert page.input_value("#prompt") == QUESTION and page.locator(".turn, .error").count() == 0
     page.fill("#max-tokens", "3")

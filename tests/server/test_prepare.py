@@ -63,7 +63,7 @@ def test_an_answer_without_a_budget_has_the_vendors_and_never_more_than_the_cont
 def test_a_budget_that_does_not_fit_is_refused_unless_the_protocol_lowers_it(nano: ServedModel) -> None:
     room = 100 - job(nano).prompt_tokens
     assert job(nano, 100, max_tokens=room).params.max_tokens == room
-    with pytest.raises(RequestError, match=f"max_tokens adds {room + 1}") as caught:
+    with pytest.raises(RequestError, match=f"this adds {room + 1}") as caught:
         job(nano, 100, max_tokens=room + 1)
     assert caught.value.code == "context_length_exceeded"
     assert job(nano, 100, max_tokens=room + 1, clip_max_tokens=True).params.max_tokens == room
