@@ -232,6 +232,10 @@ class CacheManager:
         """What a sequence of `known` tokens need not compute. Changes nothing; `adopt` takes it."""
         return self._prefixes.find(chain, known)
 
+    def cached_tokens(self, chain: HashChain, known: int) -> int:
+        """Of what `find` would find if a window were kept at every boundary, the length in tokens."""
+        return self._prefixes.cached_tokens(chain, known)
+
     def adopt(self, slot: int, hit: PrefixHit, token_ids: np.ndarray) -> None:
         """The slot, just opened, starts with what `find` found a moment ago; nothing happens for a cold hit.
 

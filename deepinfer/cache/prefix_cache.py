@@ -59,6 +59,11 @@ class PrefixCache:
         blocks = self._index.longest(chain.hashes, self.policy.most_blocks(known), self._pool.references)
         return self.policy.choose(blocks, chain.hashes, self.windows.find)
 
+    def cached_tokens(self, chain: HashChain, known: int) -> int:
+        """How long a hit of a sequence of `known` tokens would be if every window were there."""
+        blocks = self._index.longest(chain.hashes, self.policy.most_blocks(known), self._pool.references)
+        return len(blocks) * BLOCK_TOKENS
+
     def store(self, blocks: np.ndarray, chain: HashChain, first: int) -> None:
         """`blocks` int64 [n], in use, hold blocks first .. first + n - 1 of the chain."""
         digests = chain.hashes[first : first + len(blocks)]

@@ -1,8 +1,9 @@
 """What a sequence takes from the prefix cache when it starts, what it waits for, and which windows it leaves there.
 
 Attention reads a window that no block holds, so a hit is free only where a window was kept. Windows are kept where a
-sequence ends, where a hit had to replay, and at the end of what waiting sequences have in common with a prefill that
-runs: it is asked to stop there once, so that they need not replay.
+sequence ends, where a sequence could have hit if there had been one (so that equal beginnings, a system prompt or a
+prompt that is repeated, hit from the third time on), and at the end of what waiting sequences have in common with a
+prefill that runs. A prefill is asked to stop there once.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class PrefixPlanner:
         self.shared.announce(sequence, hit.length // BLOCK_SIZE)
         if not self._keeps_windows:
             return
-        if hit.replay_start < hit.length:
-            self._stop_at(sequence, hit.length)  # the next one that hits here need not replay
+        cached = self._manager.cached_tokens(sequence.chain, sequence.num_known - self._cap_shift)
+        if cached > hit.length or hit.replay_start < hit.length:
+            self._stop_at(sequence, cached)  # the next one that comes here finds a window and need not replay
         for other in followers:
             if other is not sequence and self._reads(other):
                 end = min(self.shared.common_tokens(sequence, other), self._longest_hit(other))

@@ -85,6 +85,36 @@ def test_the_window_of_a_prefix_is_computed_again_once(model, mode: str) -> None
     assert replays == [0, replay, 0]
 
 
+@pytest.mark.parametrize("common, expected", [(260, 256), (128, 128), (100, 0)])
+def test_a_short_system_prompt_is_computed_twice_and_then_hit(model, common: int, expected: int) -> None:
+    """Shorter than an exact replay, or hardly longer, so that a hit without a window would spare next to nothing."""
+    engine = make_real_engine(model)
+    cached = []
+    for seed in range(4):
+        prompt = [*text(7)[:common], *text(60 + seed)[:150]]
+        engine.add_request("p", prompt, GREEDY)
+        finish(engine)
+        output = engine.pop_output("p")
+        assert output.outputs[0].token_id == cold(model, prompt, GREEDY)[0]
+        cached.append(output.cached_tokens)
+    assert cached[2:] == [expected, expected]
+    assert_all_free(engine.cache)
+
+
+@pytest.mark.parametrize("length", [150, 300, 400])
+def test_a_prompt_that_is_repeated_hits_as_far_as_it_may_from_the_third_time_on(model, length: int) -> None:
+    engine = make_real_engine(model, max_num_batched_tokens=512)
+    outputs = []
+    for _ in range(4):
+        engine.add_request("p", list(text(9)[:length]), GREEDY)
+        finish(engine)
+        outputs.append(engine.pop_output("p"))
+    assert [output.outputs[0].token_id for output in outputs] == [outputs[0].outputs[0].token_id] * 4
+    longest = (length - MARGIN) // BLOCK_SIZE * BLOCK_SIZE
+    assert [output.cached_tokens for output in outputs[2:]] == [longest] * 2
+    assert [output.metrics.replay_tokens for output in outputs[2:]] == [0, 0]
+
+
 @pytest.mark.parametrize("drafts", [0, 5])
 def test_a_conversation_hits_its_whole_past_with_the_answers(model, drafts: int) -> None:
     engine = make_real_engine(model, max_num_batched_tokens=512, drafts=drafts)
