@@ -189,7 +189,7 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
     async def models(request: Request) -> Response:
         names = state.model.names
         if "anthropic-version" in request.headers:
-            data = [anthropic_entry(state.model, name) for name in names]
+            data = [anthropic_entry(state.model, name, context()) for name in names]
             return _json({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
         return _json({"object": "list", "data": [list_entry(state.model, name, context()) for name in names]})
 
@@ -197,7 +197,7 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
     async def model(request: Request, name: str) -> Response:
         state.model.check_name(name)
         if "anthropic-version" in request.headers:
-            return _json(anthropic_entry(state.model, name))
+            return _json(anthropic_entry(state.model, name, context()))
         return _json(list_entry(state.model, name, context()))
 
 

@@ -114,7 +114,8 @@ def list_entry(model: ServedModel, name: str, context: int | None) -> dict[str, 
     }
 
 
-def anthropic_entry(model: ServedModel, name: str) -> dict[str, Any]:
-    """Anthropic's."""
+def anthropic_entry(model: ServedModel, name: str, context: int | None) -> dict[str, Any]:
+    """Anthropic's. Prompt and answer share the context."""
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created))
-    return {"type": "model", "id": name, "display_name": name, "created_at": created}
+    limits = {"max_input_tokens": context, "max_tokens": context}
+    return {"type": "model", "id": name, "display_name": name, "created_at": created, **limits}

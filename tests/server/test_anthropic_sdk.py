@@ -188,7 +188,8 @@ def test_thoughts_can_be_bounded_and_left_out(client: anthropic.Anthropic) -> No
 
 def test_models_are_listed_and_found(client: anthropic.Anthropic) -> None:
     assert [model.id for model in client.models.list()] == ["nano"]
-    assert client.models.retrieve("nano").type == "model"
+    model = client.models.retrieve("nano")
+    assert model.type == "model" and model.max_input_tokens == model.max_tokens == 4096
 
 
 def test_many_asynchronous_streams_do_not_mix(nano_server: str) -> None:

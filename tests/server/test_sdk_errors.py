@@ -64,7 +64,7 @@ def raised(client: Both, kind: str, **fields: Any) -> Any:
         ask(client, **fields)
     error = caught.value
     assert type(error) is getattr(package, kind)
-    assert error.message and error.response.headers["x-request-id"]
+    assert error.message and error.request_id == error.response.headers["x-request-id"]
     return error
 
 
