@@ -77,6 +77,12 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    trace_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of requests that are traced, 0 to 1; failed and slow ones always are.", rich_help_panel=SERVER
+        ),
+    ] = 0.01,
     max_running: Annotated[int, typer.Option(help="Requests inside at once.", rich_help_panel=LIMITS)] = 1024,
     max_queued_requests: Annotated[
         int, typer.Option(help="Those of them without a first token.", rich_help_panel=LIMITS)
@@ -133,6 +139,7 @@ def serve(
         access_log=access_log,
         log_content=log_content,
         trace_endpoint=trace_endpoint,
+        trace_share=trace_share,
         max_running=max_running,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,

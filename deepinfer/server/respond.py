@@ -24,6 +24,7 @@ from deepinfer.server.protocols import Protocol
 from deepinfer.server.state import ServerState
 
 BYTES_PER_TOKEN = 4  # about: what a body will cost, as long as it is not encoded
+LARGE_BODY = 64 << 10  # bytes: about 100 messages, 2 ms
 LOGGED_TOKENS = 2000  # of a prompt, where the log has prompts
 
 
@@ -63,7 +64,7 @@ class Exchange:
         state, record = self._state, self._record
         client = state.host.client
         await self._resolve()
-        generation = self._protocol.to_generation(self._body)
+        generation = await self._generation()
         _note_request(record, self._protocol, generation)
         state.model.check_name(generation.model)
         async with state.gate.admit(
@@ -90,6 +91,13 @@ class Exchange:
     async def _keep(self, writer: AnswerWriter) -> None:
         """The answer is whole, and its end is not sent yet."""
 
+    async def _generation(self) -> GenerationRequest:
+        """What the body asks for. Thousands of messages take a tenth of a second, in which others' streams go on."""
+        take_apart = self._protocol.to_generation
+        if self._size <= LARGE_BODY:
+            return take_apart(self._body)
+        return await asyncio.get_running_loop().run_in_executor(self._state.threads, take_apart, self._body)
+
     async def _prepare(self, client: AsyncEngineClient, generation: GenerationRequest) -> Job:
         state, began = self._state, time.monotonic()
         try:
@@ -108,6 +116,8 @@ class Exchange:
             if error.kind == "busy":
                 raise unavailable(error.message, code="overloaded") from None
             raise _bad_grammar(generation, error) from None
+        # What holds where the request left it open, or the policy changed it: Responses says it in its answer.
+        generation.sampling |= {"temperature": job.params.temperature, "top_p": job.params.top_p}
         if state.settings.log_content:
             self._record.prompt = state.model.tokenizer.decode(job.prompts[0][:LOGGED_TOKENS].tolist(), False)
         return job

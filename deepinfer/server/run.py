@@ -48,7 +48,7 @@ def serve(core: ModelCore, settings: ServerSettings) -> int:
     model = ServedModel.load(core.path, core.settings, settings.model_names)
     listener = listen(settings.host, settings.port)
     keys = None if settings.keys is None else KeyRing.load(settings.keys)
-    tracing = None if settings.trace_endpoint is None else Tracing(settings.trace_endpoint)
+    tracing = None if settings.trace_endpoint is None else Tracing(settings.trace_endpoint, share=settings.trace_share)
     state = make_state(core, settings, model, keys)
     log = LogWriter(sys.stderr.buffer) if settings.access_log else None
     app = whole_app(state, write_log=None if log is None else log.write, tracing=tracing)

@@ -75,6 +75,8 @@ class ServerSettings:
     """With the prompt's beginning in it."""
     trace_endpoint: str | None = None
     """OTLP over HTTP; None = no traces."""
+    trace_share: float = 0.01
+    """Of the requests that neither failed nor were slow; all of those are traced."""
 
     def __post_init__(self) -> None:
         if self.sampling_policy not in SAMPLING_POLICIES:
@@ -95,6 +97,8 @@ class ServerSettings:
         for name in ("drain_timeout", "drain_grace"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: must be a number of seconds, got {getattr(self, name)}")
+        if not 0 <= self.trace_share <= 1:
+            raise ValueError(f"trace_share: must be from 0 to 1, got {self.trace_share}")
         if any(not name or len(name) > 256 for name in self.model_names):
             raise ValueError("model_names: each needs 1 to 256 characters")
         if not is_loopback(self.host) and self.keys is None:

@@ -65,6 +65,8 @@ def test_all_protocols_answer_a_question_streamed_and_whole(nano: httpx.Client) 
     assert response["output"][0]["content"][0]["text"] == text
     events = frames(nano.post("/v1/responses", json={**body, "stream": True}))
     assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == text
+    response = good(nano.post("/v1/responses", json={"model": "nano", "input": "Hi", "max_output_tokens": 1}))
+    assert (response["temperature"], response["top_p"]) == (0.7, 0.95)  # what held: the checkpoint's
 
     body = {"model": "nano", "messages": MESSAGES, "max_tokens": 60, "temperature": 0, "thinking": {"type": "disabled"}}
     message = good(nano.post("/v1/messages", json=body))
