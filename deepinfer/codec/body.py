@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic
-from pydantic import ConfigDict
+from pydantic import ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from deepinfer.codec.errors import RequestError
 
@@ -16,11 +17,32 @@ MAX_DEPTH = 128  # objects and lists inside each other; twice the depth that a s
 MAX_IGNORED = 32  # names in the header that lists ignored fields
 
 
+def _fail_fast(schema: Any) -> None:
+    """Sets the mark in every list's schema, in place."""
+    stack = [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            if value.get("type") == "list":
+                value["fail_fast"] = True
+            stack.extend(value.values())
+        elif isinstance(value, list | tuple):
+            stack.extend(value)
+
+
 class Part(pydantic.BaseModel):
     """An object inside a request. Strict: a number is a number, not a text that holds one. Unknown keys are kept, so
     that `ignored_fields` can name them."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Every list ends at its first wrong entry: a body of millions of them would cost minutes and gigabytes of
+        errors, of which one is told."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
 
 class Body(Part):
@@ -41,28 +63,28 @@ def check_values(data: Any) -> None:
 
     Linear in the size of the body: a place is a chain of links until somebody wants to read it.
     """
-    stack: list[tuple[_Link, int, Any]] = [(None, 0, data)]
+    stack: list[tuple[_Link, int, Any]] = [(None, 0, {"": data})]
     while stack:
         link, depth, value = stack.pop()
-        if isinstance(value, str):
-            if not _writable(value):
-                raise _error_at(link, "holds half of a surrogate pair; send valid Unicode text")
-        elif isinstance(value, float):
-            if not math.isfinite(value):
-                raise _error_at(link, "must be a finite number")
-        elif depth > MAX_DEPTH:
+        if depth > MAX_DEPTH + 1:
             raise _error_at(link, f"is nested too deeply; a body may have {MAX_DEPTH} levels")
-        elif isinstance(value, dict):
-            for key, item in value.items():
+        if isinstance(value, Mapping):
+            for key in value:
                 if isinstance(key, str) and not _writable(key):
                     raise _error_at((ascii(key)[1:-1], link), "the key holds half of a surrogate pair")
-                if isinstance(item, _CHECKED):
-                    stack.append(((key, link), depth + 1, item))
-        elif isinstance(value, list):
-            stack.extend(((i, link), depth + 1, item) for i, item in enumerate(value) if isinstance(item, _CHECKED))
+        for step, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            kind = type(item)
+            if kind is str:
+                if not _writable(item):
+                    raise _error_at((step, link), "holds half of a surrogate pair; send valid Unicode text")
+            elif kind is float:
+                if not math.isfinite(item):
+                    raise _error_at((step, link), "must be a finite number")
+            elif kind not in _HARMLESS and isinstance(item, list | Mapping):
+                stack.append(((step, link), depth + 1, item))
 
 
-_CHECKED = (str, float, dict, list)
+_HARMLESS = frozenset((int, bool, type(None)))  # a prompt of a million ids costs no time
 _Link = tuple[Any, "_Link"] | None  # the last step of a place, and those before
 
 
@@ -71,11 +93,13 @@ def _error_at(link: _Link, what: str) -> RequestError:
     while link is not None:
         step, link = link
         steps.append(str(step)[:64])
-    param = ".".join(reversed(steps))
+    param = ".".join(reversed(steps[:-1]))  # without the frame around the body
     return RequestError(f"{param or 'the body'}: {what}", param=param or None)
 
 
 def _writable(text: str) -> bool:
+    if text.isascii():
+        return True
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -165,7 +189,9 @@ def _place(error: Mapping[str, Any], data: Any) -> tuple[str, ...]:
         loc = loc[1:]
     place: list[str] = []
     for step in loc:
-        inside = step in data if isinstance(data, Mapping) else isinstance(data, list) and step in range(len(data))
+        # a text is looked for in a range by going through all of it: only numbers are asked for
+        by_index = isinstance(data, list) and isinstance(step, int)
+        inside = step in range(len(data)) if by_index else isinstance(data, Mapping) and step in data
         if inside:
             data = data[step]
         elif not (error["type"] == "missing" and step == loc[-1]):

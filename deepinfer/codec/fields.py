@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from deepinfer.codec.body import Body as Body
 from deepinfer.codec.body import Part as Part
@@ -29,6 +29,9 @@ MAX_STOPS = 16
 MAX_TOOLS = 128
 MAX_TOOL_NAME = 64
 MAX_N = 8
+MAX_STOP_IDS = 4096
+MAX_BIASES = 1 << 18  # more than any vocabulary has
+MAX_WORDS = 1024
 MAX_TOP_LOGPROBS = 20
 
 SAMPLING: tuple[str, ...] = (
@@ -68,6 +71,19 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Bias = Annotated[float, _finite(-100, 100)]
 
 
+def _first_wrong(biases: Any) -> Any:
+    """The first bias that is no number alone, where there is one: pydantic makes an error of each."""
+    if not isinstance(biases, Mapping):
+        return biases
+    if len(biases) > MAX_BIASES:
+        raise RequestError(f"logit_bias: may have at most {MAX_BIASES} entries", param="logit_bias")
+    wrong = (token for token, bias in biases.items() if type(bias) not in (int, float))
+    return biases if (token := next(wrong, None)) is None else {token: biases[token]}
+
+
+Biases = Annotated[dict[str, Bias], BeforeValidator(_first_wrong)]
+
+
 class ThinkingFields(Part):
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -92,13 +108,13 @@ class SamplingExtensions(Part):
     repetition_penalty: RepetitionPenalty | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, Bias] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASES)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_WORDS)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None

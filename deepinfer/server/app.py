@@ -156,7 +156,13 @@ def _add_protocol(app: FastAPI, state: ServerState, protocol: Protocol) -> None:
         return kind(state, protocol, body, size)
 
     route = body_route(
-        protocol.path, protocol.body, respond, summary=protocol.summary, name=protocol.name, streams=True
+        protocol.path,
+        protocol.body,
+        respond,
+        state.threads,
+        summary=protocol.summary,
+        name=protocol.name,
+        streams=True,
     )
     app.router.routes.append(route)
 
@@ -176,7 +182,7 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
         ("/detokenize", DetokenizeRequest, respond_detokenize, "The text of ids."),
         ("/v1/messages/count_tokens", CountTokensRequest, respond_count, "The length of a prompt, as Anthropic asks."),
     ):
-        route = body_route(path, model, respond, summary=summary, name=path.strip("/"))
+        route = body_route(path, model, respond, state.threads, summary=summary, name=path.strip("/"))
         app.router.routes.append(route)
 
 

@@ -35,6 +35,8 @@ class RequestLimits:
     image_paths: frozenset[str] = frozenset()
     max_depth: int = 64
     """Of brackets in brackets."""
+    max_containers: int = 200_000
+    """Objects and lists in a body: each costs twenty times what it has in bytes."""
     max_headers: int = 100
     max_header_bytes: int = 32 * 1024
     """Names, values, and the path with its query."""
@@ -46,8 +48,8 @@ class RequestLimits:
     """Bodies of all requests that have no answer yet."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "max_image_body", "max_depth", "max_headers", "max_header_bytes", "body_grace",
-                     "min_body_rate", "max_held"):  # fmt: skip
+        for name in ("max_body", "max_image_body", "max_depth", "max_containers", "max_headers", "max_header_bytes",
+                     "body_grace", "min_body_rate", "max_held"):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be above 0, is {getattr(self, name)}")
 
@@ -56,12 +58,13 @@ DEFAULT_LIMITS = RequestLimits()
 
 
 class DepthScanner:
-    """Finds out how deep a JSON text nests while it arrives. Of a text that is not JSON it says something else, and
-    never less than a parser would see before it meets the error.
+    """Finds out how deep a JSON text nests, and of how many objects and lists it is made, while it arrives. Of a text
+    that is not JSON it says something else, and never less than a parser would see before it meets the error.
     """
 
     def __init__(self) -> None:
         self.deepest = 0
+        self.containers = 0
         self._depth = 0
         self._in_string = False
         self._escaped = False  # the piece before ended behind a backslash
@@ -77,6 +80,7 @@ class DepthScanner:
         self._in_string ^= len(parts) % 2 == 0
         brackets = b"".join(outside).translate(None, _OTHER_BYTES)
         opening = brackets.count(b"[") + brackets.count(b"{")
+        self.containers += opening
         if self._depth + opening > self.deepest:  # else there is nothing new to find
             depths = self._depth + np.cumsum(_STEP[np.frombuffer(brackets, np.uint8)])
             self.deepest = max(self.deepest, int(depths.max()))
@@ -181,6 +185,9 @@ class _Body:
                 raise _refusal(
                     400, f"The JSON nests deeper than {self._limits.max_depth} levels.", "json_too_deep"
                 )  # fmt: skip
+            if scanner.containers > self._limits.max_containers:
+                most = self._limits.max_containers
+                raise _refusal(400, f"The JSON has more than {most} objects and lists.", "json_too_large")
 
     def _take(self, message: Message) -> bytes:
         if message["type"] == "http.disconnect":

@@ -16,6 +16,7 @@ from deepinfer.engine.client import AsyncEngineClient
 from deepinfer.grammar.errors import GrammarError
 from deepinfer.server.access_log import RequestRecord, note_error, record_of
 from deepinfer.server.asgi import Message, Receive, Scope, Send, send_error
+from deepinfer.server.bodies import LARGE_BODY
 from deepinfer.server.errors import as_request_error, unavailable
 from deepinfer.server.gate import Admission
 from deepinfer.server.generate import Answer, parser_maker
@@ -24,7 +25,6 @@ from deepinfer.server.protocols import Protocol
 from deepinfer.server.state import ServerState
 
 BYTES_PER_TOKEN = 4  # about: what a body will cost, as long as it is not encoded
-LARGE_BODY = 64 << 10  # bytes: about 100 messages, 2 ms
 LOGGED_TOKENS = 2000  # of a prompt, where the log has prompts
 
 

@@ -70,5 +70,8 @@ async def delete(state: ServerState, request: Request, response_id: str) -> dict
 
 
 def _unknown(response_id: str, param: str | None) -> RequestError:
-    message = f"there is no response {response_id!r:.80} here: it was never stored, was forgotten, or is another's"
+    where = "" if param is None else f"{param}: "
+    message = (
+        f"{where}there is no response {response_id!r:.80} here: it was never stored, was forgotten, or is another's"
+    )
     return RequestError(message, param=param, status=404, kind="not_found_error", code="not_found")

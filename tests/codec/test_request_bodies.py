@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import pytest
+from pydantic import Field
 
 from deepinfer.codec import sse
 from deepinfer.codec.body import Body, Part, check_values, parse, short, validation_error
@@ -56,6 +57,50 @@ class Tagged(Part):
 
 class Sample(Body):
     items: list[Tagged]
+
+
+class Lists(Body):
+    """Lists wherever a field may have them."""
+
+    plain: list[int] | None = None
+    either: str | list[Tagged] | list[list[int]] | None = None
+    bounded: Annotated[list[str], Field(min_length=1, max_length=5000)] | None = None
+    nested: list[Sample] | None = None
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "param"),
+    [
+        ("plain", "x", "plain.0"),
+        ("either", {}, "either.0.type"),
+        ("either", [{}], "either.0.0"),
+        ("bounded", 5, "bounded.0"),
+        ("nested", {"items": [{}] * 1000}, "nested.0.items.0.type"),
+    ],
+)
+def test_a_list_full_of_mistakes_costs_no_more_than_one_of_them(field: str, wrong: Any, param: str) -> None:
+    """Each would cost a kilobyte and a tenth of a millisecond, and a body has room for millions."""
+    data = {field: [wrong] * 5000}
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Lists.model_validate(data)
+    assert caught.value.error_count() < 10
+    with pytest.raises(RequestError) as told:
+        parse(Lists, data)
+    assert told.value.param == param
+
+
+def test_biases_full_of_mistakes_cost_no_more_than_one_of_them() -> None:
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    for wrong in ("1", None, True, [5]):
+        biases: dict[str, Any] = {str(token): 1 for token in range(500)} | {"7": wrong, "9": wrong}
+        with pytest.raises(pydantic.ValidationError) as caught:
+            ChatRequest.model_validate(body | {"logit_bias": biases})
+        assert caught.value.error_count() < 3
+        assert error_of(body | {"logit_bias": biases}).message.startswith("logit_bias.7: must be a number")
+    assert error_of(body | {"logit_bias": {"5": 101}}).param == "logit_bias.5"
+    many = error_of(body | {"logit_bias": dict.fromkeys(map(str, range(300_000)), "x")})
+    assert many.message == "logit_bias: may have at most 262144 entries"
+    assert error_of(body | {"logit_bias": [1]}).message.startswith("logit_bias: must be an object")
 
 
 def test_fastapi_places_of_errors_are_understood() -> None:
