@@ -10,8 +10,18 @@ MEDIA_TYPE = "text/event-stream; charset=utf-8"
 COMMENT = b": alive\n\n"  # clients drop lines that begin with a colon; proxies see traffic
 DONE = b"data: [DONE]\n\n"  # how OpenAI's Chat and Completions streams end
 
-json_bytes = msgspec.json.Encoder().encode
-"""A value as compact JSON in UTF-8. Line feeds inside texts come out as \\n, so the result is always one line."""
+_encode = msgspec.json.Encoder().encode
+_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
+"""What Unicode calls a line break, and with it many a client's line reader, beside those that JSON escapes anyway."""
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value as compact JSON in UTF-8, on one line for every reader of lines."""
+    data = _encode(value)
+    if not data.isascii() and (b"\xe2\x80" in data or b"\xc2\x85" in data):  # beginnings of the breaks' own bytes
+        for character, escape in _BREAKS.items():
+            data = data.replace(character.encode(), escape)
+    return data
 
 
 def frame(data: bytes, event: str | None = None) -> bytes:

@@ -154,9 +154,10 @@ def test_a_deep_body_is_refused_without_recursion() -> None:
 
 
 def test_a_frame_is_one_event_whatever_the_text() -> None:
-    hostile = "a\n\ndata: b\r\n\u2028\x00"
+    hostile = "a\n\ndata: b\r\n\u2028\x00\x85\u2029\x0b\x0c\x1c\x1d\x1e’é\u2027"
     framed = sse.json_frame({"text": hostile}, "delta")
     assert framed.count(b"\n") == 3 and b"\r" not in framed
+    assert len(framed.decode().splitlines()) == 3  # as Python and its HTTP clients read lines
     name, data, *rest = framed.decode().split("\n")
     assert name == "event: delta" and rest == ["", ""]
     assert json.loads(data.removeprefix("data: ")) == {"text": hostile}
