@@ -24,9 +24,9 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    """The begin token in front of a text."""
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+    """The begin token in front of a text; false = without."""
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
@@ -49,7 +49,7 @@ async def tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
         generation = chat_generation(parse(ChatRequest, chat))
     encoded = await encode_prompts(generation, model, context=context, threads=state.threads)
     ids = encoded.prompts[0].tolist()
-    if body.messages is None and not body.add_special_tokens and ids[:1] == [model.tokenizer.bos_token_id]:
+    if body.messages is None and body.add_special_tokens is False and ids[:1] == [model.tokenizer.bos_token_id]:
         ids = ids[1:]
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": context, "tokens": ids}
     if body.return_token_strs:

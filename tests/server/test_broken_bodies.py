@@ -199,6 +199,10 @@ def test_a_body_that_was_cut_or_changed_on_its_way_never_breaks_the_server(clien
 
 HEAD = b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+NEEDED = {"/tokenize": ["messages"], "/v1/responses": ["input", "max_output_tokens"]} | {
+    path: ["max_tokens"] for path in ("/v1/chat/completions", "/v1/completions")
+}
+"""Fields without which there would be no answer, or a long one."""
 RAW = {
     "garbage": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
     "no_version": b"POST /v1/messages\r\n\r\n",
@@ -229,6 +233,16 @@ def test_nonsense_on_a_connection_ends_that_connection(client: httpx.Client) -> 
         assert not answer or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), (name, answer)
         if name == "line_feed_in_a_header":
             assert b"\nb: c" not in answer
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_null_is_as_good_as_leaving_a_field_out(client: httpx.Client, path: str) -> None:
+    described = client.get("/openapi.json").json()
+    kind = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    fields = described["components"]["schemas"][kind.rpartition("/")[2]]
+    least = {name: VALID[path][name] for name in [*fields.get("required", ()), *NEEDED.get(path, ())]}
+    optional = set(fields["properties"]) - set(least)
+    assert client.post(path, json={**least, **dict.fromkeys(optional)}).status_code == 200
 
 
 def test_good_bodies_in_odd_wrappings(client: httpx.Client) -> None:

@@ -159,6 +159,17 @@ def test_a_stream_of_a_response_that_breaks_ends_as_failed(keyed: Keyed) -> None
         assert last.response.error.code == "server_error" and "engine" in last.response.error.message
 
 
+def test_a_response_of_somebody_else_is_not_there(keyed: Keyed) -> None:
+    with keyed.openai() as mine, keyed.openai(keyed.poor_key) as others:
+        made = mine.responses.create(model="tiny", input="x", max_output_tokens=2)
+        assert mine.responses.retrieve(made.id).id == made.id
+        for look in (others.responses.retrieve, others.responses.delete):
+            with pytest.raises(openai.NotFoundError, match="no response"):
+                look(made.id)
+        again = mine.responses.create(model="tiny", input="y", previous_response_id=made.id, max_output_tokens=2)
+        assert again.previous_response_id == made.id
+
+
 def test_a_key_for_repetitions_that_belongs_to_another_request_is_said_so(keyed: Keyed) -> None:
     with keyed.openai() as client:
         header = {"extra_headers": {"idempotency-key": "once"}}
