@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `golden` and other helpers that stand beside this file
+from integrity import assert_all_free
 
 if TYPE_CHECKING:
     from deepinfer import LLM
@@ -73,10 +74,3 @@ def llm(session_llm: LLM) -> Iterator[LLM]:
     yield session_llm
     assert not session_llm.engine.has_unfinished
     assert_all_free(session_llm.engine.cache)
-
-
-def assert_all_free(cache) -> None:  # type: ignore[no-untyped-def]
-    """Nothing is in use: every block and every slot came back."""
-    cache.check_integrity()
-    assert cache.num_free_blocks == cache.num_blocks
-    assert cache.num_free_slots == cache.max_num_seqs

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_all_free
+from integrity import assert_all_free
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.engine import build

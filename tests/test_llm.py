@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_all_free
 from golden import golden_dir, load
+from integrity import assert_all_free
 
 from deepinfer import LLM, InvalidRequestError, SamplingParams
 from deepinfer.cache.formats import block_bytes, staging_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from conftest import assert_all_free
+from integrity import assert_all_free
 
 from deepinfer import LLM, InvalidRequestError, SamplingParams
 from deepinfer.codec.conversation import Conversation, Turn

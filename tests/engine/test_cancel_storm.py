@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import assert_all_free
+from integrity import assert_all_free
 from scripted import ScriptedModel, make_engine
 
 from deepinfer.engine.sampling_params import SamplingParams

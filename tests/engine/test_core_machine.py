@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from conftest import assert_all_free
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from integrity import assert_all_free
 from real_engine import cold, finish, make_real_engine, text
 
 from deepinfer.engine.sampling_params import SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import assert_all_free
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import assert_all_free
 from player import VOCAB, Player, token
 from scripted import CONFIG, fixed_row, make_engine, run, tokens
 

@@ -7,8 +7,8 @@ pairs, at block boundaries, where windows wrap.
 from __future__ import annotations
 
 import pytest
-from conftest import assert_all_free
 from engines import MakeDrafter
+from integrity import assert_all_free
 from real_engine import cold, finish, guess_from_cold_runs, make_real_engine, text
 
 from deepinfer.engine.outputs import RequestOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import assert_all_free
+from integrity import assert_all_free
 from real_engine import cold, finish, make_real_engine, text
 
 from deepinfer.engine.sampling_params import SamplingParams

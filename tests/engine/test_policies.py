@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from conftest import assert_all_free
+from integrity import assert_all_free
 from scripted import ScriptedModel, drain, make_engine
 
 from deepinfer.cache.hashing import HashChain

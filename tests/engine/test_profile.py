@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_all_free
+from integrity import assert_all_free
 
 from deepinfer.cache.edits import SetLength
 from deepinfer.cache.manager import CacheManager

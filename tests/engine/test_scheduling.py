@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import assert_all_free
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import assert_all_free
 from scripted import DEFAULTS, VOCAB, ScriptedModel, drain, make_engine, noise_row, run, tokens
 
 from deepinfer.config import EngineConfig

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import assert_all_free
+from integrity import assert_all_free
 from scripted import DEFAULTS, EOS, ScriptedModel, drain, make_engine, noise_row, run, tokens
 from torch import Tensor
 from toy_grammar import GATE, EmptyPairs, FailingPairs, Pairs, ToyCompiler, is_sentence, pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import assert_all_free
+from integrity import assert_all_free
 from real_engine import cold, complete, finish, make_real_engine, text
 
 from deepinfer.config import BLOCK_SIZE, VERIFY_ROWS
