@@ -3,8 +3,12 @@
     uvicorn.Config(app, http=bounded_protocol(ConnectionLimits()), ws="none")
 
 What uvicorn leaves open, and this closes: a head (request line and headers) that never ends, framing without content
-(endless trailers, chunk extensions), a reader that stops reading, connections without number, and a client that leaves
-while a second request waits behind its running one: there only the second would learn of it.
+(endless trailers, chunk extensions), a reader that stops reading, connections without number, requests without number
+behind a running one, and a client that leaves while a second request waits behind its first: there only the second
+would learn of it, or nobody, for nothing is read any more.
+
+A wish to go on in another protocol (`Upgrade: h2c`, which Java's client sends with every request) is passed over, as
+HTTP allows; uvicorn would lose the body.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 
@@ -25,8 +30,15 @@ class ConnectionLimits:
     """From a connection's start, or a request's first byte on one that was idle, to the end of its headers."""
     max_head_bytes: int = 64 * 1024
     """Of request line and headers; of what frames a body as much, and 8 bytes more per byte of content."""
+    max_waiting: int = 16
+    """Requests behind one that is being answered,"""
+    max_waiting_bytes: int = 1 << 20
+    """and their bytes. A client that sends more is given up."""
     write_seconds: float = 30.0
     """That a client may take to read what waits for it."""
+
+
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 def bounded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
@@ -49,6 +61,8 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._unanswered: list[RequestResponseCycle] = []
+        self._waiting_bytes = 0  # that came while requests waited behind another one
+        self._has_read_head = False  # of the request whose body a new parser reads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -70,21 +84,62 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         if self._in_head:
             self._start_head_timer()
         self._framing += len(data)
-        super().data_received(data)
+        self._parse(data)
+        if self.transport.is_closing():
+            return
+        self._waiting_bytes = self._waiting_bytes + len(data) if self.pipeline else 0
+        if self._waiting_bytes > self._limits.max_waiting_bytes:
+            return self._refuse(503, "Too many requests at once.")
+        if self.pipeline:
+            self.flow.resume_reading()  # else nobody would learn that the client has left
         if self._framing > self._limits.max_head_bytes + 8 * self._content + len(data):
             # `len(data)`: one piece may hold the end of this head and the beginning of more.
             self._refuse(431, "Headers too large.")
 
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(400, "Invalid HTTP request received.")
+
+    def _go_on_without(self, rest: bytes) -> None:
+        """The parser has ended behind a head that asks for another protocol, and reads no body then. A new one gets
+        what of the head says where the body ends, and the rest."""
+        self.parser = httptools.HttpRequestParser(self)
+        if self._has_body():
+            framing = [b"%b: %b\r\n" % item for item in self.scope["headers"] if item[0] in _FRAMING]
+            self._has_read_head = True
+            self._parse(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+            self._has_read_head = False
+        if rest and not self.transport.is_closing():
+            self._parse(rest)
+
+    def _has_body(self) -> bool:
+        return any(name in _FRAMING and value != b"0" for name, value in self.scope["headers"])
+
     def on_message_begin(self) -> None:
+        if self._has_read_head:
+            return
         super().on_message_begin()
         self._in_head = True
         self._framing = self._content = 0
+
+    def on_url(self, url: bytes) -> None:
+        if not self._has_read_head:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else it is a trailer, which nobody reads
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._has_read_head:
+            return
+        if len(self.pipeline) >= self._limits.max_waiting:
+            raise OverflowError("too many requests at once")  # ends the parsing: one read has room for thousands
         self._in_head = False
         self._stop_head_timer()
         before = self.cycle
@@ -98,6 +153,8 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and self._has_body():
+            return  # another parser reads it
         self._in_head = True  # what comes next is one
         super().on_message_complete()
 
