@@ -128,8 +128,7 @@ def test_calls_of_messages_come_back_as_they_were_drawn(client: httpx.Client, ef
     assert second.cached == first.last_block
 
 
-@pytest.mark.parametrize("effort", ["none", "high"])
-@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize(("effort", "by_id"), [("none", True), ("high", True), ("high", False)])
 def test_calls_of_responses_come_back_as_they_were_drawn(client: httpx.Client, effort: str, by_id: bool) -> None:
     asked = {"tools": [responses_tool()], "reasoning": {"effort": effort}}
     system, first = first_turn(responses, client, f"responses {effort} {by_id}", input=TWO_CITIES, **asked)
