@@ -59,7 +59,8 @@ class _Completion:
 class Answer:
     """Runs a job on an engine. `pieces` yields what the writer has to say, all but the end; `usage` grows meanwhile.
 
-    outputs: what the engine says of each prompt's request when it has ended, in no order.
+    on_start: called with the first token. outputs: what the engine says of each prompt's request when it has ended, in
+    no order.
     """
 
     def __init__(
@@ -71,14 +72,19 @@ class Answer:
         request_id: str,
         tenant: str = "",
         salt: str = "",
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.job = job
         self._writer = writer
-        self._request_id = request_id
+        self._on_start = on_start
         self._tenant, self._salt = tenant, salt
-        self._completions = [_Completion(make_parser()) for _ in range(len(job.prompts) * job.params.n)]
-        self._cached = [0] * len(job.prompts)
-        self.started = False  # the first token has come
+        count = len(job.prompts)
+        names = [request_id] if count == 1 else [f"{request_id}.{prompt}" for prompt in range(count)]
+        self._prompts = {name: prompt for prompt, name in enumerate(names)}  # by name of the engine's request
+        self._completions = [_Completion(make_parser()) for _ in range(count * job.params.n)]
+        self._cached = [0] * count
+        self._started = False  # the writer has
+        self._enough: list[SequenceDelta] = []  # the last ones of completions that the engine would go on with
         self.finish_reasons: list[str] = []
         self.outputs: list[RequestOutput] = []
         self.busy_seconds = 0.0  # spent on parsing and rendering
@@ -96,31 +102,28 @@ class Answer:
     async def pieces(self, client: AsyncEngineClient) -> AsyncIterator[bytes]:
         """Bytes of the answer's body, possibly empty ones; the first item comes with the first token. Raises what
         AsyncEngineClient.generate raises, and RequestError if nothing came in time. Leaving it ends the job."""
-        if len(self.job.prompts) == 1:
-            deltas = self._generate(client, 0)
-        else:
-            deltas = _interleaved([self._generate(client, prompt) for prompt in range(len(self.job.prompts))])
-        async with aclosing(deltas):  # type: ignore[type-var]
-            async for prompt, delta in deltas:
-                yield await self._take(client, prompt, delta)
-
-    async def _generate(self, client: AsyncEngineClient, prompt: int) -> AsyncIterator[tuple[int, SequenceDelta]]:
-        deltas = client.generate(
-            self.job.prompts[prompt],
-            self.job.params,
-            request_id=self._engine_id(prompt),
-            tenant=self._tenant,
-            salt=self._salt,
-            on_output=self.outputs.append,
-        )
-        async with aclosing(deltas):  # type: ignore[type-var]
+        streams = [
+            client.generate(
+                self.job.prompts[prompt],
+                self.job.params,
+                request_id=name,
+                tenant=self._tenant,
+                salt=self._salt,
+                on_output=self.outputs.append,
+            )
+            for name, prompt in self._prompts.items()
+        ]
+        # Tokens pass here one by one: every generator between the engine and the socket is a microsecond of each.
+        async with aclosing(streams[0] if len(streams) == 1 else _interleaved(streams)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
-                yield prompt, delta
+                piece = self._take(delta)
+                while self._enough:
+                    last = self._enough.pop()
+                    await client.abort(last.request_id, last.index, FinishReason.STOP)
+                yield piece
 
-    def _engine_id(self, prompt: int) -> str:
-        return self._request_id if len(self.job.prompts) == 1 else f"{self._request_id}.{prompt}"
-
-    async def _take(self, client: AsyncEngineClient, prompt: int, delta: SequenceDelta) -> bytes:
+    def _take(self, delta: SequenceDelta) -> bytes:
+        prompt = self._prompts[delta.request_id]
         index = prompt * self.job.params.n + delta.index
         completion = self._completions[index]
         if completion.finished:
@@ -129,9 +132,9 @@ class Answer:
         pieces = []
         self._cached[prompt] = delta.cached_tokens
         if delta.token_ids:
-            if not self.started:
-                self.started = True
-                pieces.append(self._writer.start(self.usage))
+            if not self._started:
+                self._on_start()
+                pieces.append(self._start())
             if self.job.wants_logprobs:
                 _note_logprobs(completion, delta)
             events = self._read(completion, delta.token_ids)
@@ -141,9 +144,13 @@ class Answer:
             pieces.append(self._finish(index, completion, delta.finish_reason))
         elif completion.parser.done:
             pieces.append(self._finish(index, completion, str(FinishReason.STOP)))
-            await client.abort(self._engine_id(prompt), delta.index, FinishReason.STOP)
+            self._enough.append(delta)
         self.busy_seconds += time.perf_counter() - began
         return b"".join(pieces) if len(pieces) != 1 else pieces[0]
+
+    def _start(self) -> bytes:
+        self._started = True
+        return self._writer.start(self.usage)
 
     def _read(self, completion: _Completion, token_ids: list[int]) -> list[Event]:
         """Tokens behind the end of what is wanted are not counted, however many the engine was ahead."""
@@ -160,10 +167,10 @@ class Answer:
     def _finish(self, index: int, completion: _Completion, reason: str) -> bytes:
         if reason == FinishReason.ERROR and len(self._completions) == 1:
             raise internal("the model gave no finite numbers for this; its answer cannot be trusted and was ended")
-        if reason == FinishReason.DEADLINE and not self.started:
+        if reason == FinishReason.DEADLINE and not self._started:
             raise unavailable("no first token could be made in time; the server is overloaded", code="overloaded")
-        pieces = [] if self.started else [self._writer.start(self.usage)]
-        self.started = completion.finished = True
+        pieces = [] if self._started else [self._start()]
+        completion.finished = True
         events = completion.parser.finish(reason)
         if events:
             pieces.append(self._render(index, completion, events))
@@ -190,20 +197,19 @@ def _note_logprobs(completion: _Completion, delta: SequenceDelta) -> None:
         completion.logprobs[first + offset] = TokenLogprob(token, logprob, top)
 
 
-async def _interleaved(
-    streams: list[AsyncIterator[tuple[int, SequenceDelta]]],
-) -> AsyncIterator[tuple[int, SequenceDelta]]:
-    """What several streams give, as it comes; the first error ends all of them."""
-    arrived: asyncio.Queue[tuple[int, SequenceDelta] | Exception | None] = asyncio.Queue()
+async def _interleaved(streams: Sequence[AsyncIterator[SequenceDelta]]) -> AsyncIterator[SequenceDelta]:
+    """What several streams give, as it comes; the first error ends all of them. Where it is taken slowly, the streams
+    wait, and put together what their engine goes on to say."""
+    arrived: asyncio.Queue[SequenceDelta | Exception | None] = asyncio.Queue(len(streams))
 
-    async def read(stream: AsyncIterator[tuple[int, SequenceDelta]]) -> None:
+    async def read(stream: AsyncIterator[SequenceDelta]) -> None:
         try:
             async with aclosing(stream):  # type: ignore[type-var]
                 async for item in stream:
-                    arrived.put_nowait(item)
-            arrived.put_nowait(None)
+                    await arrived.put(item)
+            await arrived.put(None)
         except Exception as error:
-            arrived.put_nowait(error)
+            await arrived.put(error)
 
     readers = [asyncio.create_task(read(stream)) for stream in streams]
     left = len(readers)

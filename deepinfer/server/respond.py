@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from uuid import uuid4
 
@@ -79,8 +78,9 @@ class Exchange:
             head = self._head(generation, admission)
             try:
                 with state.metrics.open_answer(generation.stream):
-                    pieces = self._pieces(answer, client, admission)
-                    await (self._stream(head, pieces) if generation.stream else self._complete(head, pieces))
+                    record.submitted = time.monotonic()
+                    answering = self._stream if generation.stream else self._complete
+                    await answering(head, answer, client)
             finally:
                 _note_answer(record, answer)
                 admission.settle(answer.usage)
@@ -142,27 +142,30 @@ class Exchange:
             promote_unterminated=self._state.settings.promote_unterminated,
         )
         salt = admission.cache_salt(generation.cache_salt)
-        return Answer(job, self._writer, make_parser, request_id=own_id, tenant=admission.tenant, salt=salt)
+        return Answer(
+            job,
+            self._writer,
+            make_parser,
+            request_id=own_id,
+            tenant=admission.tenant,
+            salt=salt,
+            on_start=lambda: self._note_start(admission),
+        )
 
-    async def _pieces(self, answer: Answer, client: AsyncEngineClient, admission: Admission) -> AsyncIterator[bytes]:
-        """The body, piece by piece."""
+    def _note_start(self, admission: Admission) -> None:
+        admission.started()
+        self._record.saw_first_token()
+
+    async def _end(self, answer: Answer) -> bytes:
+        """The body's last bytes, when nothing more is to come."""
         assert self._writer is not None
-        waits = True
-        self._record.submitted = time.monotonic()
-        async with aclosing(answer.pieces(client)) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                if waits and answer.started:
-                    waits = False
-                    admission.started()
-                    self._record.saw_first_token()
-                yield piece
         end = self._writer.end(answer.usage)
         await self._keep(self._writer)
-        yield end
+        return end
 
     # -- the two ways to answer ---------------------------------------------------------------------------------------
 
-    async def _stream(self, head: Message, pieces: AsyncIterator[bytes]) -> None:
+    async def _stream(self, head: Message, answer: Answer, client: AsyncEngineClient) -> None:
         writer, send = self._writer, self._send
         assert writer is not None
         head["headers"] += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -178,18 +181,22 @@ class Exchange:
 
         interval = min(self._state.settings.heartbeat, self._protocol.heartbeat)
         with self._state.heart.keeping(interval, beat) as stream:
-            async with aclosing(pieces):  # type: ignore[type-var]
+            async with aclosing(answer.pieces(client)) as pieces:  # type: ignore[type-var]
                 async for piece in pieces:
                     if piece:
                         if not self._began:
                             await begin()
                         stream.spoke()
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            end = await self._end(answer)
+        if not self._began:
+            await begin()
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
-    async def _complete(self, head: Message, pieces: AsyncIterator[bytes]) -> None:
-        async with aclosing(pieces):  # type: ignore[type-var]
+    async def _complete(self, head: Message, answer: Answer, client: AsyncEngineClient) -> None:
+        async with aclosing(answer.pieces(client)) as pieces:  # type: ignore[type-var]
             body = b"".join([piece async for piece in pieces])
+        body += await self._end(answer)
         head["headers"].append((b"content-length", str(len(body)).encode()))
         self._began = True
         await self._send(head)
