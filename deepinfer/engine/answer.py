@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +12,8 @@ from deepinfer.engine.messages import EngineRequest
 from deepinfer.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceDelta
 from deepinfer.engine.stop import FinishReason, OutputText
 from deepinfer.metrics.drafts import DraftStats
+
+COUNTED_ROUNDS = 256  # that wait to be counted together, where none is kept
 
 
 class TextStream(Protocol):
@@ -32,6 +35,9 @@ class Completion:
     detokenizer: TextStream | None
     """None: its reader takes ids alone, and text stays empty."""
     text: OutputText
+    keep: bool = True
+    """False: tokens and rounds are counted and forgotten; a reader that takes deltas needs them no more."""
+    num_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -54,10 +60,12 @@ class Completion:
         leaves no text unless include_stop_str_in_output.
         """
         params = self.answer.request.params
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-        if top is not None:
-            self.top_logprobs.append(top)
+        self.num_tokens += 1
+        if self.keep:
+            self.token_ids.append(token_id)
+            self.logprobs.append(logprob)
+            if top is not None:
+                self.top_logprobs.append(top)
         if self.first_token_time is None:
             self.first_token_time = now
         self.last_token_time = now
@@ -68,7 +76,7 @@ class Completion:
             if params.include_stop_str_in_output and self.detokenizer is not None:
                 text, _ = self.text.push(self.detokenizer.push(token_id), may_stop=False)
         elif self.detokenizer is not None:
-            may_stop = len(self.token_ids) > params.min_tokens  # after min_tokens tokens, as for a stop token
+            may_stop = self.num_tokens > params.min_tokens  # after min_tokens tokens, as for a stop token
             text, stopped = self.text.push(self.detokenizer.push(token_id), may_stop)
             if stopped is not None:
                 self.stop_reason = stopped
@@ -82,6 +90,16 @@ class Completion:
         self.draft_tok.append(drafted)
         self.accept_tok.append(accepted)
         self.predictions.append(predictions)
+        if not self.keep and len(self.draft_tok) == COUNTED_ROUNDS:
+            self.count_rounds(self.answer.drafts)
+            for rounds in (self.draft_tok, self.accept_tok, self.predictions):
+                rounds.clear()
+
+    def count_rounds(self, drafts: DraftStats) -> None:
+        """Adds those that are at hand."""
+        if self.draft_tok:
+            drafted, accepted = np.array([self.draft_tok, self.accept_tok], np.int64)
+            drafts.observe(drafted, accepted, np.array(self.predictions, np.float32))
 
     def end(self, reason: FinishReason) -> SequenceDelta:
         """Ends it without another token; releases the text that was held back."""
@@ -96,6 +114,7 @@ class Completion:
         params = self.answer.request.params
         return CompletionOutput(
             index=self.index,
+            num_tokens=self.num_tokens,
             text=self.text.text,
             token_id=self.token_ids,
             token_logprobs=self.logprobs,
@@ -137,7 +156,12 @@ class Answer:
     cached_tokens: int = 0
     replay_tokens: int = 0
     preemptions: int = 0
+    drafts: DraftStats = field(default_factory=DraftStats)  # rounds that are not kept
     error: str | None = None
+
+    @property
+    def keeps(self) -> bool:
+        return self.completions[0].keep
 
     @property
     def finished(self) -> bool:
@@ -147,7 +171,7 @@ class Answer:
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.request.prompt_token_ids.tolist(),
+            prompt_token_ids=self.request.prompt_token_ids.tolist() if self.keeps else [],
             outputs=[completion.output() for completion in self.completions],
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
@@ -157,8 +181,8 @@ class Answer:
 
     def _metrics(self) -> RequestMetrics:
         firsts = [c.first_token_time for c in self.completions if c.first_token_time is not None]
-        several = [c for c in self.completions if len(c.token_ids) > 1]
-        gaps = sum(len(c.token_ids) - 1 for c in several)
+        several = [c for c in self.completions if c.num_tokens > 1]
+        gaps = sum(c.num_tokens - 1 for c in several)
         spans = sum((c.last_token_time or 0) - (c.first_token_time or 0) for c in several)
         return RequestMetrics(
             queue=self.queue,
@@ -170,9 +194,7 @@ class Answer:
         )
 
     def _drafts(self) -> DraftStats:
-        drafts = DraftStats()
+        drafts = deepcopy(self.drafts)
         for completion in self.completions:
-            if completion.draft_tok:
-                drafted, accepted = np.array([completion.draft_tok, completion.accept_tok], np.int64)
-                drafts.observe(drafted, accepted, np.array(completion.predictions, np.float32))
+            completion.count_rounds(drafts)
         return drafts

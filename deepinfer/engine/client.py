@@ -85,6 +85,7 @@ class AsyncEngineClient:
     with `close`. All of it on one event loop.
 
     detokenizer: makes the text stream of a completion (argument: skip_special_tokens); None = token ids only.
+    keep_outputs: whole answers hold their tokens; False: their numbers and times alone, as for readers of deltas.
     on_progress: told what the engine is loading and how far it is, when that changes. model: a name for the metrics.
     name: of this client in the engine's log.
     """
@@ -95,6 +96,7 @@ class AsyncEngineClient:
         *,
         process: EngineProcess | None = None,
         detokenizer: Callable[[bool], TextStream] | None = None,
+        keep_outputs: bool = True,
         on_progress: Callable[[str, float | None], None] | None = None,
         model: str = "",
         name: str = "",
@@ -103,7 +105,7 @@ class AsyncEngineClient:
         self.process = process  # if it is this client's own
         self.metrics = EngineMetrics(model)
         self._name = name or f"pid {os.getpid()}"
-        self._processor = OutputProcessor(detokenizer)
+        self._processor = OutputProcessor(detokenizer, keep=keep_outputs)
         self._on_progress = on_progress
         self._numbers = count()
         self._streams: dict[int, _Stream] = {}  # by number
@@ -427,9 +429,9 @@ class AsyncEngineClient:
 
 def _request_stats(stream: _Stream, output: RequestOutput) -> RequestStats:
     return RequestStats(
-        prompt_tokens=output.prompt_len,
+        prompt_tokens=len(stream.request.prompt_token_ids),
         max_tokens=stream.request.params.max_tokens,
-        completion_tokens=[len(completion.token_id) for completion in output.outputs],
+        completion_tokens=[completion.num_tokens for completion in output.outputs],
         finish_reasons=[str(completion.finish_reason) for completion in output.outputs],
         queue=output.metrics.queue,
         ttft=output.metrics.ttft,

@@ -27,13 +27,19 @@ class OutputProcessor:
     """Requests under way at the front end. Not thread-safe.
 
     detokenizer: makes the text stream of a sequence (argument: skip_special_tokens), or None for ids only. clock:
-    seconds, monotonic; the times of RequestMetrics are taken on it.
+    seconds, monotonic; the times of RequestMetrics are taken on it. keep: outputs hold the tokens; False: their numbers
+    and times alone, for readers that have taken the deltas, so that long answers take no memory here.
     """
 
     def __init__(
-        self, detokenizer: Callable[[bool], TextStream] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        detokenizer: Callable[[bool], TextStream] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        keep: bool = True,
     ) -> None:
         self._detokenizer = detokenizer
+        self._keep = keep
         self._clock = clock
         self._answers: dict[int, Answer] = {}  # by number
         self._numbers: dict[str, int] = {}  # of unfinished requests, by request_id
@@ -78,7 +84,7 @@ class OutputProcessor:
         for index in range(params.n):
             stream = None if self._detokenizer is None else self._detokenizer(params.skip_special_tokens)
             text = OutputText(tuple(params.stop), params.include_stop_str_in_output)
-            answer.completions.append(Completion(answer, index, stream, text))
+            answer.completions.append(Completion(answer, index, stream, text, self._keep))
         self._answers[request.number] = answer
         self._numbers[request.request_id] = request.number
 

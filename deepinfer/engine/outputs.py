@@ -25,6 +25,8 @@ class CompletionOutput:
     accept_tok: list[int] = field(default_factory=list)
     """Of them, those that became output. Every round gives one token more, the model's own, but for a last one that a
     draft ended."""
+    num_tokens: int = 0
+    """Tokens that were generated; those of `token_id`, unless its front end kept none."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it, None for the model's own end token."""
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deepinfer.engine.client import AsyncEngineClient, EngineDeadError
-from deepinfer.engine.wire import ProtocolMismatchError
 from deepinfer.server.errors import unavailable
 
 if TYPE_CHECKING:
@@ -123,8 +122,10 @@ class EngineHost:
                     if not self._ready.done():
                         self._ready.set_result(None)
                     self.error = await self._watch(client)
-            except (EngineDeadError, ProtocolMismatchError, OSError) as error:
+            except Exception as error:  # whatever it is (no more files, no memory), it may be over the next time
                 self.error = error
+                if not isinstance(error, EngineDeadError | OSError):
+                    logger.exception("the engine was not started, or not watched, for a reason that nobody foresaw")
                 if not self._ready.done():  # a model that cannot be loaded will not be better the next time
                     self._ready.set_exception(error)
                     return
@@ -138,7 +139,9 @@ class EngineHost:
             self.restarts += 1
 
     async def _launch(self) -> AsyncEngineClient:
-        return await AsyncEngineClient.start(self._make_core, model=self._model, on_progress=self._note_progress)
+        return await AsyncEngineClient.start(
+            self._make_core, model=self._model, keep_outputs=False, on_progress=self._note_progress
+        )
 
     async def _watch(self, client: AsyncEngineClient) -> Exception:
         """Returns why the engine is of no more use."""

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 MOST_FILES = 65536
+OTHER_FILES = 256  # that the server itself needs, and each new engine, whatever clients do
 CLOSING_SECONDS = 2  # that connections have to close when everything is answered
 
 
@@ -113,6 +114,13 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def _most_connections() -> int:
+    """As many as the limit of files leaves room for: without any more, no new engine could be started."""
+    most = ConnectionLimits().max_connections
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - OTHER_FILES))
+
+
 class Server(uvicorn.Server):
     """uvicorn with our own beginning and end.
 
@@ -123,7 +131,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: App, state: ServerState) -> None:
         settings = state.settings
-        limits = ConnectionLimits(write_seconds=settings.stall_timeout)
+        limits = ConnectionLimits(max_connections=_most_connections(), write_seconds=settings.stall_timeout)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -77,6 +77,30 @@ def said(*rows: tuple, events=(), scores=(), top=None, rounds=()) -> StepOutput:
     )
 
 
+def test_a_reader_of_deltas_need_not_have_the_answer_kept() -> None:
+    """An answer of 100,000 tokens with 20 log-probabilities each would take 300 MB beside what was sent."""
+    clock = Clock()
+    fronts = [OutputProcessor(None, clock, keep=keep) for keep in (True, False)]
+    for front in fronts:
+        clock.now = 0.0
+        submit(front, 1, logprobs=1)
+        for step in range(600):
+            clock.now = float(step)
+            said_now = said(
+                (1, 0, "a", None), (1, 0, "b", None), top=[{97: -0.5}] * 2, rounds=[(1, 0, step % 6, min(step % 6, 1))]
+            )
+            ((delta,), _) = front.process(said_now)
+            assert (delta.token_ids, delta.logprobs) == ([97, 98], [{97: -0.5}] * 2)
+            completion = front._answers[1].completions[0]
+            assert front is fronts[0] or not completion.token_ids + completion.logprobs + completion.top_logprobs
+            assert front is fronts[0] or len(completion.draft_tok) < 300
+        front.process(said((1, 0, "c", FinishReason.LENGTH), top=[{99: -0.5}]))
+    kept, counted = (front.pop_output("r1") for front in fronts)
+    assert counted.outputs[0].num_tokens == kept.outputs[0].num_tokens == len(kept.outputs[0].token_id) == 1201
+    assert counted.metrics == kept.metrics and counted.metrics.drafts.rounds == 600
+    assert counted.outputs[0].finish_reason == "length" and counted.prompt_token_ids == []
+
+
 def test_rounds_of_drafts_are_counted_per_step_and_per_completion() -> None:
     front = processor()
     submit(front, 1, n=2)

@@ -137,7 +137,7 @@ def test_an_engine_that_hangs_for_too_long_is_replaced(tiny_checkpoint: Path) ->
         while host.state != "ready":
             await asyncio.sleep(0.05)
         assert host.restarts == 1
-        assert len((await host.client.complete([5, 6], params)).outputs[0].token_id) == 2
+        assert (await host.client.complete([5, 6], params)).outputs[0].num_tokens == 2
         await host.close()
 
     asyncio.run(asyncio.wait_for(hang(), 180))
