@@ -154,14 +154,12 @@ class Answer:
 
     def _read(self, completion: _Completion, token_ids: list[int]) -> list[Event]:
         """Tokens behind the end of what is wanted are not counted, however many the engine was ahead."""
-        if not self.job.stop and self.job.max_calls is None:
-            completion.num_tokens += len(token_ids)
-            return completion.parser.push(token_ids)
-        events: list[Event] = []
-        for token_id in token_ids:
-            if not completion.parser.done:
-                completion.num_tokens += 1
-                events += completion.parser.push([token_id])
+        parser = completion.parser
+        if not self.job.stop:
+            events = parser.push(token_ids)
+        else:  # a stop string ends in the middle of a run that the parser takes as one
+            events = [event for token_id in token_ids if not parser.done for event in parser.push([token_id])]
+        completion.num_tokens = parser.num_read
         return events
 
     def _finish(self, index: int, completion: _Completion, reason: str) -> bytes:

@@ -227,6 +227,17 @@ def test_the_end_of_a_block_is_the_end_of_the_answer() -> None:
     assert parsed.done
 
 
+def test_tokens_behind_the_end_of_a_block_are_not_counted_however_they_come() -> None:
+    ids = nano_ids(block(PARIS) + END)
+    counts = set()
+    for cut in range(len(ids) + 1):
+        parsed = parser(tools=[WEATHER])
+        for piece in (ids[:cut], ids[cut:]):
+            parsed.push(piece)
+        counts.add(parsed.num_read)
+    assert parsed.done and counts == {len(ids) - 1}
+
+
 # -- /v1/completions --------------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,7 @@ class OutputParser:
         self._out: list[Event] = []
         self.stopped: str | None = None
         self.done = False
+        self.num_read = 0  # tokens, without those behind the one that made it `done`
         self.result: Finish | None = None
 
     @property
@@ -81,6 +82,7 @@ class OutputParser:
                 self._token(token_ids[at])
                 at += 1
                 self._place = first + at
+        self.num_read += at
         self._place = first + end
         return self._take()
 

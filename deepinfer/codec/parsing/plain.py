@@ -24,6 +24,7 @@ class PlainParser:
         self._min_tokens = min_tokens
         self._place = 0
         self.done = False
+        self.num_read = 0  # tokens, without those behind the one that made it `done`
         self.result: Finish | None = None
 
     @property
@@ -34,6 +35,7 @@ class PlainParser:
         """Adds tokens of the output, in any pieces."""
         out: list[Event] = []
         for token_id in token_ids:
+            self.num_read += not self.done
             if not self.done and token_id not in self._texts.signals:
                 self._text(self._characters.push(token_id, self._place), out)
             self._place += 1
