@@ -105,4 +105,6 @@ def test_the_server_keeps_what_its_description_promises(
         case.validate_response(response, checks=CHECKS)
 
     keeps_it()
-    assert mode == GenerationMode.NEGATIVE or path not in LEAST or statuses[200] >= 3
+    if path in LEAST:  # what examples are built around is a good request
+        assert operation.Case(body=LEAST[path]).call(timeout=60).status_code == 200
+        assert mode == GenerationMode.NEGATIVE or statuses[200] > 0
