@@ -368,3 +368,12 @@ def test_a_call_that_is_cut_off_is_not_one_that_can_be_made() -> None:
                 assert answer.finish.reason == "length"
             assert D not in answer.content and Reasoning("a", (0,)) == answer.events[0]
     assert run(ids, reason="length").finish == CALLED  # the block is whole: nothing is missing
+
+
+def test_markup_of_a_block_that_was_cut_at_its_head_is_not_shown() -> None:
+    """A required call and a small max_tokens: the content would end in half of an opener."""
+    ids = nano_ids("hi" + block(PARIS))
+    head = len(nano_ids("hi\n\n<")) + 1  # with the control id
+    for end in range(head, len(ids)):
+        answer = run(ids[:end], reason="length", starts="content")
+        assert answer.content == "hi" and answer.finish == Finish("length")

@@ -15,6 +15,13 @@ from deepinfer.codec.parsing.stopping import StopText
 from deepinfer.codec.parsing.tags import Lexeme, Tag, TagFinder
 from deepinfer.codec.spellings import DSML
 
+OPENER = " calls>"  # behind the control id
+
+
+def opens_calls(lexeme: Lexeme) -> bool:
+    """Whether it is the full opener of a block."""
+    return isinstance(lexeme, Tag) and lexeme.opens("calls")
+
 
 class OutputParser:
     """One output, token by token. The events do not depend on how it is cut into pieces, if adjacent ones are merged.
@@ -90,7 +97,11 @@ class OutputParser:
         """The output has ended. reason: the engine's ("stop", "length", "abort", "deadline", "error")."""
         if not self.done:
             self._flush_characters()
-            self._lexemes(self._tags.finish())
+            rest = self._tags.finish()
+            if reason != "stop" and self._is_cut_head(rest):
+                self._drop()
+            else:
+                self._lexemes(rest)
             if self._block is not None:
                 if self._block.finish():
                     self._after_block(self._block)
@@ -224,6 +235,24 @@ class OutputParser:
         self._block = None
         for lexeme in block.source:
             self._show(lexeme)
+
+    def _drop(self) -> None:
+        """What began as a block is no text that anybody should read, nor is the separator in front of it."""
+        self._block = None
+        if not self._text_ended:
+            self._channel.calls_follow(self._out, self._may_stop)
+            self._text_ended = True
+            self._look_for_stop()
+
+    def _is_cut_head(self, rest: Sequence[Lexeme]) -> bool:
+        """Whether an output that was cut ends in a full opener, or in the beginning of one, before anything shows that
+        it is one. rest: what was held back at its end."""
+        if self._block is not None:
+            return not self._block.believed and opens_calls(self._block.source[0])
+        if not rest or not isinstance(rest[-1], Tag) or rest[-1].closing:
+            return False
+        mark, dsml, spelled = "".join(fragment.text for fragment in rest[-1].source).partition(DSML)
+        return mark == "<" and dsml != "" and OPENER.startswith(spelled)
 
     def _after_block(self, block: BlockReader) -> None:
         """Takes what a block gave, if it is one; the first time the text in front of it ends."""
