@@ -33,6 +33,9 @@ __all__ = ["AsyncEngineClient", "EngineDeadError", "EngineDrainingError"]
 
 logger = logging.getLogger(__name__)
 
+MOST_AT_ONCE = 256
+"""Tokens of a delta without text: a reader that comes late takes them in turns, so that the others' tokens go on."""
+
 
 @dataclass(eq=False, slots=True)
 class _Stream:
@@ -73,7 +76,12 @@ class _Stream:
                 await self._reader
             finally:
                 self._reader = None
-        return self._arrived.pop(next(iter(self._arrived)))
+        index, delta = next(iter(self._arrived.items()))
+        if len(delta.token_ids) > MOST_AT_ONCE and not delta.text:
+            part = delta.first(MOST_AT_ONCE)
+            await asyncio.sleep(0)
+            return part
+        return self._arrived.pop(index)
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -96,5 +96,25 @@ class SequenceDelta:
         self.token_ids += later.token_ids
         self.finish_reason = later.finish_reason
         self.token_logprobs += later.token_logprobs
-        if later.logprobs is not None:
-            self.logprobs = later.logprobs if self.logprobs is None else self.logprobs + later.logprobs
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs += later.logprobs
+
+    def first(self, count: int) -> "SequenceDelta":
+        """Takes the first `count` of more tokens out of it. Only of one without text: that has no places to be cut."""
+        assert not self.text and count < len(self.token_ids)
+        taken = SequenceDelta(
+            request_id=self.request_id,
+            index=self.index,
+            text="",
+            token_ids=self.token_ids[:count],
+            finish_reason=None,
+            token_logprobs=self.token_logprobs[:count],
+            logprobs=None if self.logprobs is None else self.logprobs[:count],
+            cached_tokens=self.cached_tokens,
+        )
+        for entries in (self.token_ids, self.token_logprobs, self.logprobs):
+            if entries is not None:
+                del entries[:count]
+        return taken

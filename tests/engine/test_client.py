@@ -135,6 +135,42 @@ def test_a_stream_adds_up_to_the_answer(endpoint: str, tiny_checkpoint: Path) ->
     run(ask())
 
 
+def test_a_reader_that_comes_late_gets_its_tokens_in_turns(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once they would keep the event loop from everybody else: 100,000 tokens are seconds of rendering."""
+    monkeypatch.setattr("deepinfer.engine.client.MOST_AT_ONCE", 7)
+
+    async def ask() -> None:
+        async with await AsyncEngineClient.connect(endpoint, keep_outputs=False) as client:
+            params = SamplingParams(max_tokens=MANY, seq_seed=3, n=2, ignore_eos=True, logprobs=2)
+            others = 0
+
+            async def other() -> None:
+                nonlocal others
+                while True:
+                    others += 1
+                    await asyncio.sleep(0)
+
+            whole: list[SequenceDelta] = [delta async for delta in client.generate(prompt(1), params)]
+            stream = client.generate(prompt(1), params)
+            deltas = [await anext(stream)]
+            await until_empty(client)  # the rest has come
+            beside = asyncio.create_task(other())
+            await asyncio.sleep(0)
+            before = others
+            deltas += [delta async for delta in stream]
+            assert others - before >= 2 * MANY // 7 - 4
+            beside.cancel()
+            assert max(len(delta.token_ids) for delta in deltas) == 7
+            for index in range(2):
+                mine, theirs = ([d for d in some if d.index == index] for some in (deltas, whole))
+                assert together(mine, index) == together(theirs, index)
+                assert [x for d in mine for x in d.token_logprobs] == [x for d in theirs for x in d.token_logprobs]
+                assert [x for d in mine for x in d.logprobs or ()] == [x for d in theirs for x in d.logprobs or ()]
+                assert [d.finish_reason for d in mine][-1] == "length"
+
+    run(ask())
+
+
 def test_clients_at_the_same_time_get_their_own_answers(endpoint: str) -> None:
     async def ask() -> None:
         clients = [await AsyncEngineClient.connect(endpoint) for _ in range(3)]
