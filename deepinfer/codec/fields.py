@@ -123,7 +123,7 @@ class SamplingExtensions(Part):
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    request_id: Annotated[str, Field(max_length=256)] | None = None
+    request_id: Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_.:-]+$")] | None = None
 
 
 def sampling(body: Any) -> dict[str, Any]:

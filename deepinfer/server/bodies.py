@@ -84,11 +84,12 @@ def decode_json(raw: bytes, content_type: str | None) -> Any:
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
     except RecursionError:
-        raise RequestError("the body: nests too deeply") from None
+        raise RequestError("the body: nests too deeply", code="json_too_deep") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
         if isinstance(error, RequestError):
             raise
-        raise RequestError(f"the body: is not valid JSON in UTF-8 ({error})") from None
+        what = str(error).partition(";")[0]  # Python adds advice to its own programmers
+        raise RequestError(f"the body: is not valid JSON in UTF-8 ({what})", code="invalid_json") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

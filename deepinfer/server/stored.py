@@ -56,7 +56,9 @@ async def find(state: ServerState, tenant: str, response_id: str, *, param: str 
 
 
 async def retrieve(state: ServerState, request: Request, response_id: str) -> dict[str, Any]:
-    """GET /v1/responses/{response_id}"""
+    """GET /v1/responses/{response_id}. Whole: what a stream would say again is not kept."""
+    if request.query_params.get("stream", "false").lower() != "false":
+        raise RequestError("stream: stored responses are given whole; leave it out", param="stream")
     value = await find(state, request.scope["state"]["principal"].tenant, response_id)
     response: dict[str, Any] = value["response"]
     return response

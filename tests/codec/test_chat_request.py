@@ -116,7 +116,9 @@ def test_sampling_fields_reach_the_sampler(field: str, value: Any, name: str, ex
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"request_id": "x" * 257}, "request_id"),
+        ({"request_id": "x" * 201}, "request_id"),
+        ({"request_id": "é"}, "request_id"),  # an id that no URL could ask for again
+        ({"request_id": "a/b"}, "request_id"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_name_of_its_field(fields: dict[str, Any], param: str) -> None:

@@ -217,6 +217,18 @@ def test_stop_ends_the_answer_here_and_on_the_server(page: Any, nano_server: str
 
 
 @needs_browser
+def test_a_question_that_was_refused_does_not_spoil_the_next_one(page: Any) -> None:
+    choose_effort(page, "off")
+    page.fill("#temperature", "0")
+    ask(page, "x " * 6000)  # more than the context holds
+    until(page, "!!document.querySelector('.error')")
+    ask(page, "What is the capital of France?")
+    wait_for_end(page)
+    assert "Paris" in page.inner_text(".turn.model .text") and page.locator(".error").count() == 0
+    assert page.locator(".turn.user.refused").count() == 1
+
+
+@needs_browser
 def test_a_call_is_shown_and_its_result_goes_back(page: Any) -> None:
     page.fill("#tools", json.dumps(TOOL))
     choose_effort(page, "off")

@@ -195,6 +195,8 @@ def test_a_response_goes_on_from_an_earlier_one_until_that_is_deleted(nano: http
     streamed = frames(nano.post("/v1/responses", json={**again, "stream": True}))
     kept = good(nano.get(f"/v1/responses/{streamed[-1]['response']['id']}"))
     assert kept == streamed[-1]["response"]
+    refused = nano.get(f"/v1/responses/{kept['id']}", params={"stream": "true"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
     assert good(nano.delete(f"/v1/responses/{first['id']}"))["deleted"] is True
     for answer in (
         nano.post("/v1/responses", json=again),

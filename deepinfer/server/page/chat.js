@@ -80,6 +80,7 @@ class Chat {
     if (this.running || !text.trim()) return;
     if (!this.fields()) return;
     if (this.waiting) this.messages.push(...this.takeResults());
+    if (this.refused && this.messages.at(-1)?.role === "user") this.leaveOut();
     this.messages.push({ role: "user", content: text });
     this.asker = userTurn(text);
     this.append(this.asker);
@@ -174,12 +175,21 @@ class Chat {
     if (this.messages.at(-1)?.role === "user") actions.push(["Edit the message", () => this.takeBack()]);
     this.error = errorNote(message, actions);
     this.broken = view.node;
+    this.refused = known && [400, 413, 422].includes(error.status);
     this.append(this.error);
     this.save();
     if (error.status === 401) {
       this.asked = false;
       this.askForKey();
     }
+  }
+
+  /** A question that the server will not have is no part of the conversation: the next one does without it. */
+  leaveOut() {
+    this.messages.pop();
+    this.asker.classList.add("refused");
+    this.asker.title = "Refused by the server, not part of the conversation";
+    this.forget();
   }
 
   /** The same question once more; what there is of its answer goes. */
@@ -206,6 +216,7 @@ class Chat {
     this.error?.remove();
     this.broken?.remove();
     this.error = this.broken = null;
+    this.refused = false;
   }
 
   offerRetry(view) {
