@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,12 +17,13 @@ from typing import Any
 import httpx
 import process_cores as cores
 import pytest
+import zmq
 from faulty_core import FAILS, HANGS, SLOW, faulty, trigger_ids
 from servers import ThreadServer, thread_server
 
 from deepinfer.codec.errors import RequestError
 from deepinfer.codec.tokenizer import Tokenizer
-from deepinfer.engine.client import EngineDeadError
+from deepinfer.engine.client import AsyncEngineClient, EngineDeadError
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.server.engine_host import EngineHost
 
@@ -67,34 +70,83 @@ def stream_of(path: str) -> dict[str, Any]:
     return {**common, "messages": messages, "max_tokens": 300}
 
 
-def test_a_killed_engine_ends_all_streams_in_two_seconds_and_comes_back_without_the_server(
-    server: ThreadServer,
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+def assert_told(path: str, reader: Reader, streams: bool) -> None:
+    """That the engine was lost, in the protocol's own shape."""
+    if not streams or reader.status != 200:
+        assert reader.status == 503, reader.text
+        error = json.loads(reader.text)["error"]
+        code = error["details"]["error_code"] if path == "/v1/messages" else error["code"]
+        assert code in ("engine_dead", "engine_loading")
+        return
+    event, data = ["", *reader.text.rstrip().split("\n\n")[-1].split("\n")][-2:]
+    last = json.loads(data.removeprefix("data: "))
+    match path:
+        case "/v1/responses":
+            assert event == "event: response.failed" and last["response"]["error"]["message"]
+        case "/v1/messages":
+            assert event == "event: error" and last["error"]["type"] == "overloaded_error"
+        case _:
+            assert last["error"]["code"] == "engine_dead"
+
+
+def engine_pid(server: ThreadServer) -> int:
+    """Of the engine's process, also while it loads."""
+    (process,) = [each for each in multiprocessing.active_children() if each.name == "deepinfer-engine"]
+    assert process.pid is not None
+    return process.pid
+
+
+def test_a_killed_engine_ends_everything_in_two_seconds_and_comes_back_without_the_server(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-    streams = {path: Reader(server, path, stream_of(path)) for path in paths}
-    whole = Reader(server, "/v1/completions", asking(SLOW))
-    server.wait(lambda: server.metric("dsv_requests_running") == 5 and all(s.text for s in streams.values()), 30)
-    client = server.state.host.current
-    assert client is not None and client.process is not None
-    os.kill(client.process.pid, signal.SIGKILL)
+    """Streams of all protocols, complete answers, what waits for a place, and what is held to a grammar. The next start
+    fails for want of files, the one after that is killed on its way."""
+    asked = [(path, True) for path in PATHS * 2]
+    readers = [Reader(server, path, stream_of(path)) for path, _ in asked]
+    server.wait(lambda: all("e" in reader.text for reader in readers), 30)  # all places are taken
+    for path in PATHS:
+        asked.append((path, False))
+        readers.append(Reader(server, path, {**stream_of(path), "stream": False}))
+    form = {"structured_outputs": {"regex": "[ab]{300}"}, "reasoning_effort": "none", "ignore_eos": False}
+    asked.append((PATHS[0], True))
+    readers.append(Reader(server, PATHS[0], {**stream_of(PATHS[0]), **form}))
+    server.wait(lambda: server.metric("dsv_requests_running") == 8 and server.metric("dsv_requests_waiting") == 5, 30)
+    fail_once_to_start(monkeypatch)
+    os.kill(engine_pid(server), signal.SIGKILL)
     killed = time.monotonic()
     server.wait(lambda: server.status("/ready") == 503, 10)
-    for reader in (*streams.values(), whole):
+    for (path, stream), reader in zip(asked, readers, strict=True):
         reader.join(20)
         assert not reader.is_alive()
         assert reader.ended - killed < 5  # two seconds on a machine that does nothing else
-    assert whole.status == 503 and json.loads(whole.text)["error"]["code"] == "engine_dead"
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        last = streams[path].text.rstrip().split("\n\n")[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
-    assert "event: response.failed" in streams["/v1/responses"].text
-    assert "event: error" in streams["/v1/messages"].text
+        assert_told(path, reader, stream)
+    assert [reader.status for reader in readers] == [200] * 8 + [503] * 5
+    assert (server.state.num_open, server.state.gate.stats().running) == (0, 0)
     refused = httpx.post(f"{server.base_url}/v1/chat/completions", json=CHAT)
-    assert refused.status_code in (200, 503) and (refused.status_code == 200 or "retry-after" in refused.headers)
-    assert server.status("/health") == 200
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+    server.wait(lambda: "Too many open files" in str(server.state.host.error), 20)
+    server.wait(lambda: any(each.name == "deepinfer-engine" for each in multiprocessing.active_children()), 20)
+    os.kill(engine_pid(server), signal.SIGKILL)
+    assert server.status("/health") == 200 and server.status("/metrics") == 200
     server.wait(lambda: server.status("/ready") == 200)
     assert httpx.post(f"{server.base_url}/v1/chat/completions", json=CHAT, timeout=60).status_code == 200
-    assert server.metric("dsv_engine_restarts_total") == 1
+    assert server.metric("dsv_engine_restarts_total") == 3 and server.is_empty()
+
+
+def fail_once_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failed = AsyncEngineClient.start, False
+
+    async def failing(*arguments: Any, **options: Any) -> AsyncEngineClient:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise zmq.ZMQError(errno.EMFILE)
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(AsyncEngineClient, "start", failing)
 
 
 def test_a_step_that_fails_takes_its_requests_and_nothing_else(server: ThreadServer) -> None:
