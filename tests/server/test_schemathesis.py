@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import schemathesis
+from faulty_core import FAILS, HANGS, SLOW, trigger_ids
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -77,6 +79,17 @@ def aimed(path: str, body: Any, mode: GenerationMode) -> Any:
     return body
 
 
+def harmless(value: Any, triggers: Collection[int]) -> Any:
+    """The value without what makes this server's engine fail on command, as a text or as an id: chance finds both."""
+    if isinstance(value, str):
+        return value.translate(dict.fromkeys(map(ord, (FAILS, HANGS, SLOW)), "x"))
+    if isinstance(value, dict):
+        return {harmless(key, triggers): harmless(each, triggers) for key, each in value.items()}
+    if isinstance(value, list):
+        return [harmless(each, triggers) for each in value]
+    return 5 if type(value) is int and value in triggers else value
+
+
 def test_every_operation_of_the_description_is_tried_here(tiny_server: ThreadServer) -> None:
     told = [operation.ok() for operation in description(tiny_server).get_all_operations()]
     assert sorted(operation.label for operation in told) == sorted(OPERATIONS)
@@ -93,13 +106,14 @@ def test_the_server_keeps_what_its_description_promises(
     method, path = label.split()
     operation = description(tiny_server)[path][method]
     statuses = Counter[int]()
+    triggers = trigger_ids(tiny_server.state.model.tokenizer)
 
     @settings(
         max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
     )
     @given(operation.as_strategy(generation_mode=mode))
     def keeps_it(case: schemathesis.Case) -> None:
-        case.body = aimed(path, case.body, mode)
+        case.body = harmless(aimed(path, case.body, mode), triggers)
         response = case.call(timeout=60)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
