@@ -4,7 +4,8 @@ The engine process is the real one (core, scheduler, wire); its runner gives wor
 told to. The client is a process of its own on plain sockets. Figures: tokens delivered per second when nothing waits
 for the model (the server then sends what has come meanwhile in one frame), and where the engine makes 25,000 a second
 (as near to a frame per token as the cores allow); the time to the first token beside that of the engine's own client,
-without HTTP, under the same load at a human pace; and the server's memory over time (--soak).
+without HTTP, under the same load at a human pace; the time that `deepinfer serve` takes to start; and the memory of
+server and engine over time (--soak).
 
     python benchmarks/serving.py [--streams 64] [--soak MINUTES] [--output FILE]
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
 import random
@@ -71,7 +73,7 @@ class Inventor(Runner):
     def run(self, plan: StepPlan) -> StepResult:
         if self._pace:
             now = time.monotonic()
-            self._next = max(self._next, now) + self._pace
+            self._next = max(self._next + self._pace, now)
             time.sleep(self._next - now)
         draws = len(plan.draw_slots)
         return StepResult(
@@ -141,6 +143,34 @@ class Tally:
     first: list[float] | None = None  # seconds to the first token, of every answer
 
 
+class StreamReader(asyncio.Protocol):
+    """Sends a request and notes what comes, at little cost: the client shares the cores with what it measures."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._began = time.perf_counter()
+        self.first: float | None = None  # seconds to the first token
+        self.frames = 0
+        self.tail = b""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self.first is None and b'"content":"' in data:
+            self.first = time.perf_counter() - self._began
+        self.frames += data.count(b"data: ")
+        self.tail = data if len(data) > 400 else self.tail[-400:] + data
+        if b"[DONE]" in data:
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
 async def http_stream(port: int, tokens: int, tally: Tally) -> None:
     """One answer over a connection of its own."""
     body = json.dumps(
@@ -155,28 +185,19 @@ async def http_stream(port: int, tokens: int, tally: Tally) -> None:
         }
     ).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(body)}"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    began = time.perf_counter()
-    writer.write(head.encode() + b"\r\n\r\n" + body)
-    first, last = None, b""
-    while b"[DONE]" not in last:
-        piece = await reader.read(1 << 16)
-        if not piece:
-            break
-        if first is None and b'"content":"' in piece:
-            first = time.perf_counter() - began
-        tally.frames += piece.count(b"data: ")
-        last = last[-400:] + piece
-    writer.close()
-    usage = last.rfind(b'"completion_tokens":')
-    if first is None or usage < 0:
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    reader = StreamReader(head.encode() + body)
+    await asyncio.get_running_loop().create_connection(lambda: reader, "127.0.0.1", port)
+    await reader.ended
+    tally.frames += reader.frames
+    usage = reader.tail.rfind(b'"completion_tokens":')
+    if reader.first is None or usage < 0:
         tally.failures += 1
         return
-    tally.tokens += int(last[usage + 20 :].split(b",", 1)[0])
+    tally.tokens += int(reader.tail[usage + 20 :].split(b",", 1)[0])
     tally.answers += 1
     if tally.first is not None:
-        tally.first.append(first)
+        tally.first.append(reader.first)
 
 
 async def direct_stream(client: AsyncEngineClient, prompt: list[int], tokens: int, tally: Tally) -> None:
@@ -274,9 +295,10 @@ class ServerUnderTest:
         return json.loads(done.stdout)
 
     @property
-    def resident_mib(self) -> float:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    def resident_mib(self) -> dict[str, float]:
+        """Of the server, and of its largest helper, the engine."""
+        helpers = max(map(_resident_mib, _children(self.process.pid)))
+        return {"server": round(_resident_mib(self.process.pid), 1), "engine": round(helpers, 1)}
 
     @property
     def cpu_seconds(self) -> float:
@@ -309,6 +331,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for p in ("p50", "p99")
     }
     result["first_token_overhead_ms"] = over
+    result["start_seconds"] = start_seconds(options.model)
     if options.soak:
         result["soak"] = soak(options)
     result["machine"] = machine(load_before)
@@ -321,8 +344,52 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     with ServerUnderTest(options.model, options.streams, 0.005) as server:
         for _ in range(options.soak):
             server.client(options.streams, 60, ANSWER, jitter=0.05)
-            samples.append(round(server.resident_mib, 1))
+            samples.append(server.resident_mib)
+            print(f"after {len(samples)} min: {samples[-1]} MiB", file=sys.stderr)
     return {"minutes": options.soak, "resident_mib": samples}
+
+
+def start_seconds(path: Path) -> dict[str, float]:
+    """From `deepinfer serve` to /ready, and to the end of a first short answer, with the model itself."""
+    port = _free_port()
+    command = [sys.executable, "-m", "deepinfer", "serve", "--model", str(path), "--port", str(port)]
+    began = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stderr=log, stdout=log)
+        try:
+            while _status(port, "/ready") != 200:
+                if process.poll() is not None:
+                    raise RuntimeError("the server ended before it was ready")
+                time.sleep(0.02)
+            ready = time.perf_counter() - began
+            body = {"model": "nano", "prompt": "Once", "max_tokens": 1}
+            assert _status(port, "/v1/completions", body) == 200
+            return {"ready": round(ready, 2), "first_answer": round(time.perf_counter() - began, 2)}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def _status(port: int, path: str, body: Any = None) -> int:
+    """Of an answer; 0 if nobody listens."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        content = None if body is None else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, content, {"content-type": "application/json"})
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+def _resident_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def _free_port() -> int:
