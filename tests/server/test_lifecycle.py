@@ -18,6 +18,9 @@ from deepinfer.cli import main
 
 LONG = {"model": "nano", "prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True, "seed": 1}
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+SILENT = (b"", b"POST /v1", HEAD + b"content-length: 50\r\n\r\n{", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+
 
 class Stream(threading.Thread):
     """Reads an answer to its end, however that comes."""
@@ -59,6 +62,10 @@ def test_sigterm_finishes_what_is_open_and_refuses_what_is_new(tmp_path: Path) -
         helpers = children(server.process.pid)
         assert helpers
         stream = started(server)
+        port = int(server.base_url.rsplit(":", 1)[1])
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in SILENT]  # nobody waits for these
+        for connection, sent in zip(silent, SILENT, strict=True):
+            connection.sendall(sent)
         server.process.send_signal(signal.SIGTERM)
         with httpx.Client(base_url=server.base_url, timeout=30) as client:
             while client.get("/ready").status_code != 503:  # at once, but for the signal's way
@@ -73,6 +80,8 @@ def test_sigterm_finishes_what_is_open_and_refuses_what_is_new(tmp_path: Path) -
         assert "SIGTERM, 1 answers to finish" in server.output
         assert "Traceback" not in server.output
         assert_gone(helpers)
+        for connection in silent:
+            connection.close()
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
