@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -105,7 +104,6 @@ def test_the_server_keeps_what_its_description_promises(
 ) -> None:
     method, path = label.split()
     operation = description(tiny_server)[path][method]
-    statuses = Counter[int]()
     triggers = trigger_ids(tiny_server.state.model.tokenizer)
 
     @settings(
@@ -115,10 +113,8 @@ def test_the_server_keeps_what_its_description_promises(
     def keeps_it(case: schemathesis.Case) -> None:
         case.body = harmless(aimed(path, case.body, mode), triggers)
         response = case.call(timeout=60)
-        statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
 
     keeps_it()
     if path in LEAST:  # what examples are built around is a good request
         assert operation.Case(body=LEAST[path]).call(timeout=60).status_code == 200
-        assert mode == GenerationMode.NEGATIVE or statuses[200] > 0
