@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from io import RawIOBase
 from typing import BinaryIO
 
 from deepinfer.codec.errors import RequestError
@@ -219,7 +220,7 @@ class LogWriter:
     line is dropped, and how many were is written as soon as there is room.
     """
 
-    def __init__(self, file: BinaryIO, max_lines: int = 10_000) -> None:
+    def __init__(self, file: BinaryIO | RawIOBase, max_lines: int = 10_000) -> None:
         self._file = file
         self._lines: queue.Queue[bytes | None] = queue.Queue(max_lines)
         self.dropped = 0
@@ -247,10 +248,19 @@ class LogWriter:
                 line += json.dumps({"dropped_lines": self.dropped - told}).encode() + b"\n"
                 told = self.dropped
             try:
-                self._file.write(line)
+                self._write_all(line)
                 if self._lines.empty():
                     self._file.flush()
             except (OSError, ValueError):  # the disk is full, the pipe is closed: serving goes on
                 self.dropped += 1
         with contextlib.suppress(OSError, ValueError):
             self._file.flush()
+
+    def _write_all(self, line: bytes) -> None:
+        """A file without a buffer takes what it has room for, and one that never waits perhaps nothing."""
+        while line:
+            written = self._file.write(line)
+            if written is None:
+                time.sleep(0.05)
+            else:
+                line = line[written:]

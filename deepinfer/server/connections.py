@@ -78,6 +78,12 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
 
+    def shutdown(self) -> None:
+        """The server ends, and what it was asked is answered: a request that is not whole will get no answer."""
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
+            self.transport.close()
+        super().shutdown()
+
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return

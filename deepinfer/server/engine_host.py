@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer.engine.client import AsyncEngineClient, EngineDeadError
 from deepinfer.server.errors import unavailable
+from deepinfer.server.stderr import queue_stderr_for_good
 
 if TYPE_CHECKING:
     from deepinfer.engine.core import EngineCore
@@ -27,12 +28,14 @@ WATCH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class OwnGroup:
-    """A core whose process leaves the terminal's group: Ctrl-C is for the server, which says when the engine ends."""
+    """A core whose process leaves the terminal's group: Ctrl-C is for the server, which says when the engine ends. What
+    it says on standard error keeps it from no step."""
 
     make_core: MakeCore
 
     def __call__(self, startup: Startup) -> EngineCore:
         os.setpgid(0, 0)
+        queue_stderr_for_good()
         return self.make_core(startup)
 
 

@@ -20,7 +20,6 @@ from deepinfer.grammar.checker import Checker
 from deepinfer.grammar.vocabulary import Vocabulary
 from deepinfer.metrics.server import ServerMetrics
 from deepinfer.model.config import ModelConfig
-from deepinfer.server.access_log import LogWriter
 from deepinfer.server.app import whole_app
 from deepinfer.server.asgi import App
 from deepinfer.server.connections import ConnectionLimits, bounded_protocol
@@ -32,6 +31,7 @@ from deepinfer.server.models import ServedModel
 from deepinfer.server.response_store import ResponseStore, StoreLimits
 from deepinfer.server.settings import ServerSettings
 from deepinfer.server.state import ServerState
+from deepinfer.server.stderr import queued_stderr
 from deepinfer.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -51,19 +51,18 @@ def serve(core: ModelCore, settings: ServerSettings) -> int:
     keys = None if settings.keys is None else KeyRing.load(settings.keys)
     tracing = None if settings.trace_endpoint is None else Tracing(settings.trace_endpoint, share=settings.trace_share)
     state = make_state(core, settings, model, keys)
-    log = LogWriter(sys.stderr.buffer) if settings.access_log else None
-    app = whole_app(state, write_log=None if log is None else log.write, tracing=tracing)
-    print(f"deepinfer: serving {', '.join(model.names)}{', or any name' if model.any_name else ''}", file=sys.stderr)
-    for line in (*settings.describe(), model.describe_defaults()):
-        print(f"  {line}", file=sys.stderr, flush=True)
-    server = Server(app, state)
     try:
-        server.run([listener])
+        with queued_stderr() as log:
+            app = whole_app(state, write_log=log.write if settings.access_log else None, tracing=tracing)
+            any_name = ", or any name" if model.any_name else ""
+            print(f"deepinfer: serving {', '.join(model.names)}{any_name}", file=sys.stderr)
+            for line in (*settings.describe(), model.describe_defaults()):
+                print(f"  {line}", file=sys.stderr)
+            server = Server(app, state)
+            server.run([listener])
     finally:
         if tracing is not None:
             tracing.close()
-        if log is not None:
-            log.close()
     return server.exit_code
 
 
@@ -142,6 +141,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 access_log=False,
+                log_config=None,
                 log_level="warning",
                 server_header=False,
                 date_header=False,
@@ -169,7 +169,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         address = self.servers[0].sockets[0].getsockname()
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        print(f"deepinfer: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
+        print(f"deepinfer: listening on http://{host}:{address[1]}", file=sys.stderr)
         probing = probe(self.state, self.state.model.probe_id)
         self._tasks = [asyncio.create_task(work) for work in (self._watch_start(), probing)]
 
@@ -202,14 +202,14 @@ class Server(uvicorn.Server):
             return
         gc.collect()
         gc.freeze()  # what is there now stays; collections while streams run need not look at it
-        print("deepinfer: ready", file=sys.stderr, flush=True)
+        print("deepinfer: ready", file=sys.stderr)
 
     def _begin_drain(self, sig: int) -> None:
         self._drainer = asyncio.create_task(self._drain(signal.Signals(sig).name))
 
     async def _drain(self, name: str) -> None:
         settings = self.state.settings
-        print(f"deepinfer: {name}, {self.state.num_open} answers to finish", file=sys.stderr, flush=True)
+        print(f"deepinfer: {name}, {self.state.num_open} answers to finish", file=sys.stderr)
         _, in_time = await asyncio.gather(asyncio.sleep(settings.drain_grace), self.state.drain(settings.drain_timeout))
         if not in_time:
             logger.warning("%d answers were not finished in %g s", self.state.num_open, settings.drain_timeout)

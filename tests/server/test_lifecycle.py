@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -99,13 +102,33 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert_gone(helpers)
 
 
-def test_a_drain_that_takes_too_long_ends_all_the_same(tmp_path: Path) -> None:
-    with process_server(tmp_path / "log", "--nextn", "0", "--drain-timeout", "0.2") as server:
-        stream = started(server)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        stream.join(10)
-        assert "were not finished" in server.output and not stream.text.endswith("[DONE]\n\n")
+def test_a_log_that_nobody_reads_stops_neither_the_server_nor_a_drain_that_takes_too_long() -> None:
+    command = [sys.executable, "-m", "deepinfer", "serve", "--port", "0", "--nextn", "0", "--drain-timeout", "0.5"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        log = b""
+        while b"deepinfer: ready" not in log:
+            log += os.read(process.stderr.fileno(), 65536)
+            assert process.poll() is None
+        found = re.search(r"listening on (http://\S+)", log.decode())
+        assert found is not None
+        with httpx.Client(base_url=found[1], timeout=30) as client:
+            for number in range(1000):  # some 200 bytes of log each: the pipe holds a third of it
+                client.get(f"/nothing/{number}")
+            stream = Stream(found[1])
+            while not stream.text:
+                assert stream.is_alive()
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            stream.join(20)  # ends with the drain, which says so in the log
+            assert not stream.is_alive() and not stream.text.endswith("[DONE]")
+        log += process.stderr.read()
+        assert process.wait(30) == 0
+    lines = log.decode().splitlines()
+    assert any("SIGTERM, 1 answers to finish" in line for line in lines)
+    assert any(re.match(r"[0-9-]{10} [0-9:,]+ WARNING .* were not finished in 0.5 s", line) for line in lines)
+    told = [json.loads(line) for line in lines if line.startswith("{")]
+    assert sum("/nothing/" in line.get("path", "") for line in told) == 1000  # nothing was lost: it waited
 
 
 @pytest.mark.parametrize(
