@@ -279,6 +279,7 @@ class EngineCore:
         """Drops a request whose last sequence has ended."""
         if all(s.status is Status.FINISHED for s in self._requests.get(number, [])):
             self._requests.pop(number, None)
+            self._deadlines.forget(number)
 
     def _with_ends(self, output: StepOutput) -> StepOutput:
         """The output with what happened besides: admissions, preemptions, ends that no token brought."""

@@ -10,6 +10,7 @@ from deepinfer.engine.queue_policy import QueuePolicy
 from deepinfer.engine.sequence import Sequence
 
 SMOOTHING = 0.1  # share of a slower step in the estimate of the speed
+SPARE = 64  # requests that have ended, beside as many as have not
 LOOK_SECONDS = 0.05  # between two looks at who cannot make it
 
 
@@ -21,7 +22,8 @@ class Deadlines:
     """
 
     def __init__(self, step_tokens: int) -> None:
-        self._by_end: list[tuple[float, int]] = []  # heap of (time, request number)
+        self._by_end: list[tuple[float, int]] = []  # heap of (time, request number), also of requests that have ended
+        self._ends: dict[int, float] = {}  # by number, of those that have not
         self._num_first = 0  # waiting sequences with a ttft_deadline, at most
         self._step_tokens = step_tokens
         self._largest = 0  # prefill tokens of the largest step so far
@@ -30,10 +32,18 @@ class Deadlines:
 
     def add(self, number: int, arrival: float, deadline: float | None, ttft_deadline: float | None) -> None:
         if deadline is not None:
+            self._ends[number] = arrival + deadline
             heapq.heappush(self._by_end, (arrival + deadline, number))
         if ttft_deadline is not None:
             self._num_first += 1
             self._next_look = -math.inf
+
+    def forget(self, number: int) -> None:
+        """The request has ended. A server gives everybody an hour: what ended before that must not be kept so long."""
+        self._ends.pop(number, None)
+        if len(self._by_end) > 2 * len(self._ends) + SPARE:
+            self._by_end = [(end, known) for known, end in self._ends.items()]
+            heapq.heapify(self._by_end)
 
     def observe(self, prefill_tokens: int, seconds: float) -> None:
         """A step took so long, with so many rows of prompts in it."""
@@ -46,7 +56,9 @@ class Deadlines:
     def over(self, now: float) -> Iterator[int]:
         """Numbers of requests whose deadline has passed; each comes once."""
         while self._by_end and self._by_end[0][0] <= now:
-            yield heapq.heappop(self._by_end)[1]
+            _, number = heapq.heappop(self._by_end)
+            if self._ends.pop(number, None) is not None:
+                yield number
 
     def hopeless(
         self, now: float, waiting: QueuePolicy, tokens_to_compute: Callable[[Sequence], int]
