@@ -57,6 +57,10 @@ class EngineProcess:
             self._process.join()
         self._remove_directory()
 
+    def kill(self) -> None:
+        """SIGKILL, for one that may hang and would let SIGTERM wait; `stop` still has to be called."""
+        self._process.kill()
+
     def _remove_directory(self) -> None:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

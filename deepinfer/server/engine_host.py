@@ -125,6 +125,8 @@ class EngineHost:
                     if not self._ready.done():
                         self._ready.set_result(None)
                     self.error = await self._watch(client)
+                    assert client.process is not None
+                    client.process.kill()  # one that hangs would take its time to be asked
             except Exception as error:  # whatever it is (no more files, no memory), it may be over the next time
                 self.error = error
                 if not isinstance(error, EngineDeadError | OSError):
