@@ -218,7 +218,9 @@ async def direct_stream(client: AsyncEngineClient, prompt: list[int], tokens: in
 
 
 async def load(streams: int, seconds: float, tokens: int, one: Any, jitter: float) -> dict[str, Any]:
-    """`streams` at a time, one after the other, each after a pause of up to `jitter` seconds."""
+    """`streams` at a time, one after the other, each after a pause of up to `jitter` seconds; after a short one each
+    that is not counted."""
+    await asyncio.gather(*(one(10, Tally()) for _ in range(streams)))
     tally = Tally(first=[])
     until = time.perf_counter() + seconds
     chance = random.Random(0)
