@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `golden` and other helpers that stand beside this file
 from integrity import assert_all_free
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 # What device="auto" means here, also where there is a GPU: the tests for one are marked and name it.
 os.environ.setdefault("DEEPINFER_ACCELERATOR", "cpu")
+# Triton reads it when it is imported: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import torch
-
     # The models of the tests are too small to gain from threads, and workers of xdist share the cores: threads that
     # wait for each other on a busy machine made the same tests ten times slower.
     torch.set_num_threads(1)
