@@ -61,14 +61,16 @@ class WindowRings:
         *,
         drafts: int = 0,
         replicas: bool = False,
+        staging_rows: int = 1,
     ) -> None:
+        """staging_rows: of the staging area from the start; it grows where a step needs more."""
         self.format = kind.window
         self.window, self.ring, self.replicas = config.sliding_window, ring_rows(config, drafts), replicas
         self.backbone_layers = config.num_hidden_layers
         self.draft_layers = window_layers(config, drafts) - config.num_hidden_layers
         self.staging = max_num_seqs * self.ring  # first staging row
         layers, width = self.backbone_layers + self.draft_layers, self.format.width(config.head_dim)
-        self.pool = torch.zeros(layers, self.staging + 1, width, dtype=self.format.dtype, device=device)
+        self.pool = torch.zeros(layers, self.staging + staging_rows, width, dtype=self.format.dtype, device=device)
         self.replica_rows = self.pool.new_zeros(
             self.backbone_layers, 2 * max_num_seqs * self.window if replicas else 0, width
         )

@@ -17,6 +17,7 @@ from deepinfer.cache import edits as edit
 from deepinfer.cache.blocks import BLOCK_TOKENS, NULL_BLOCK, blocks_for
 from deepinfer.cache.draft_window import DraftWindow
 from deepinfer.cache.formats import KVFormat, check_drafts, format_problem
+from deepinfer.cache.graph_step import StepRows, copy_replicas
 from deepinfer.cache.host_memory import OffloadedSequence, WindowArena, put, take
 from deepinfer.cache.records import LastTokens, OpenRows, PagedRecords, WindowRings
 from deepinfer.cache.step import StepView, crossings
@@ -35,7 +36,8 @@ class CacheStorage:
     A slot is a sequence's place for what does not grow (window rings, open rows, last tokens); its block table names
     the blocks of what does. drafts: tokens that may be taken back (`truncate`); with any, the model's draft stages have
     window rings, too. window_entries: windows that host memory holds for later hits; without any, no replica is kept
-    either. kv_format: see formats.py.
+    either. kv_format: see formats.py. padded_rows: rows of the largest step that a `GraphView` is to be made for; with
+    any, there is a null slot behind the others, and the staging area has room for as many rows from the start.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class CacheStorage:
         drafts: int = 0,
         kv_format: str = "float32",
         window_entries: int = 0,
+        padded_rows: int = 0,
         device: torch.device,
     ) -> None:
         """Raises ValueError naming the argument."""
@@ -60,11 +63,14 @@ class CacheStorage:
         self.records = {
             layer: PagedRecords(config, layer, num_blocks, kind, device) for layer in config.kv_source_layer_ids
         }
-        self.windows = WindowRings(config, max_num_seqs, kind, device, drafts=drafts, replicas=window_entries > 0)
-        self.open_rows = OpenRows(config, max_num_seqs, device, drafts=drafts)
-        self.last_tokens = LastTokens(config, max_num_seqs, device, drafts=drafts).ids
+        slots = max_num_seqs + (padded_rows > 0)
+        self.windows = WindowRings(
+            config, slots, kind, device, drafts=drafts, replicas=window_entries > 0, staging_rows=max(padded_rows, 1)
+        )
+        self.open_rows = OpenRows(config, slots, device, drafts=drafts)
+        self.last_tokens = LastTokens(config, slots, device, drafts=drafts).ids
         width = min(blocks_for(config.max_position_embeddings), num_blocks)
-        self.host_tables = np.full((max_num_seqs, width), NULL_BLOCK, np.int64)
+        self.host_tables = np.full((slots, width), NULL_BLOCK, np.int64)
         self.tables = torch.from_numpy(self.host_tables).to(device)  # on a CPU the same memory
         self.stored_windows = WindowArena(self.windows, window_entries)
         self._capacity = np.zeros(max_num_seqs, np.int64)  # tokens that the slot's table has blocks for
@@ -97,6 +103,7 @@ class CacheStorage:
         drafts: int = 0,
         kv_format: str | None = None,
         window_entries: int = 0,
+        padded_rows: int = 0,
     ) -> CacheStorage:
         """kv_format None: the numerics' own type. ValueError for one that would round a float32 model's records."""
         if kv_format is None:
@@ -110,6 +117,7 @@ class CacheStorage:
             drafts=drafts,
             kv_format=kv_format,
             window_entries=window_entries,
+            padded_rows=padded_rows,
             device=model.device,
         )
 
@@ -124,8 +132,13 @@ class CacheStorage:
         return self._lengths[slots]
 
     def begin(self, batch: Batch) -> StepView:
-        """Check a step and plan its reads and writes. ValueError: a chunk that does not start at the slot's written
-        length, blocks that are not in the slot's table, a slot that does not exist."""
+        """Check a step and plan its reads and writes. ValueError: see `check`."""
+        self.check(batch)
+        return StepView(self, batch)
+
+    def check(self, batch: Batch) -> None:
+        """ValueError: a chunk that does not start at the slot's written length, blocks that are not in the slot's
+        table, a slot that does not exist."""
         slots = batch.chunk_slots
         if int(slots.min()) < 0 or int(slots.max()) >= self.max_num_seqs:
             raise ValueError(f"slots must be in 0 .. {self.max_num_seqs - 1}")
@@ -139,7 +152,16 @@ class CacheStorage:
         if short.any():
             i = int(short.argmax())
             raise ValueError(f"slot {slots[i]}: no blocks reserved for {batch.ends[i]} tokens")
-        return StepView(self, batch)
+
+    def begin_rows(self, batch: Batch, rows: StepRows) -> None:
+        """A checked step into the buffers of a `GraphView`, whose pass is to follow, and then `commit_rows`."""
+        self.check(batch)
+        rows.fill(batch)
+
+    def commit_rows(self, batch: Batch) -> None:
+        """The step that a `GraphView` has run counts as written."""
+        copy_replicas(self.windows, batch)
+        self.advance(batch)
 
     def advance(self, batch: Batch) -> None:
         """The step's tokens count as written from here on; `StepView.commit` calls it after the last layer."""

@@ -25,7 +25,7 @@ from deepinfer.model.hyper import first_stream
 from deepinfer.model.indexer import Selection
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
-from deepinfer.model.state import ModelCache, Rotations, StepState, Trace
+from deepinfer.model.state import CacheView, ModelCache, Rotations, StepBatch, StepState, Trace
 from deepinfer.model.taps import Taps
 
 
@@ -61,19 +61,25 @@ class DeepseekV41:
             raise ValueError(f"token ids must be in 0 .. {self.config.vocab_size - 1}")
         view = cache.begin(batch)
         dead = batch.token_ids == self.config.image_token_id
+        logits = self.run(view, dead if bool(dead.any()) else None)
+        view.commit()
+        return logits
+
+    def run(self, view: CacheView, dead: Tensor | None) -> Tensor:
+        """The pass over the rows of a step that is planned and checked -> logits float32. dead bool [N]: image tokens;
+        None = there are none. Nothing here asks the device for a value, unless the view does."""
         taps = Taps(self.config.dspark_target_layer_ids, view) if self.draft is not None and view.keeps_drafts else None
-        state = StepState(view, self.rotations, dead if bool(dead.any()) else None, self.trace, taps)
+        state = StepState(view, self.rotations, dead, self.trace, taps)
         with torch.no_grad(), select.step_threads(self.device, self.numerics.dtype):
-            hidden = self._hidden(batch, state)  # of the rows that came this far
+            hidden = self._hidden(view.batch, state)  # of the rows that came this far
             logits = self._logits(hidden[state.view.batch.logit_rows])
             if self.draft is not None and taps is not None and len(hidden):
                 main_hidden = taps.joined()
                 state.trace("main_hidden", main_hidden)
                 self.draft.write_context(main_hidden, taps.view)
-        view.commit()
         return logits
 
-    def _hidden(self, batch: Batch, state: StepState) -> Tensor:
+    def _hidden(self, batch: StepBatch, state: StepState) -> Tensor:
         """Final normalised hidden states [N, D]: of the kept rows where the step narrows."""
         embedded = F.embedding(batch.token_ids, self.embed).to(self.numerics.dtype)
         stream, pre = first_stream(embedded, self.config.hc_mult)
@@ -88,7 +94,7 @@ class DeepseekV41:
         state.trace("final_hidden", hidden)
         return hidden
 
-    def _engram_rows(self, batch: Batch, state: StepState) -> dict[int, Tensor]:
+    def _engram_rows(self, batch: StepBatch, state: StepState) -> dict[int, Tensor]:
         """Table rows of this step's tokens for every Engram layer, int64 [N, columns] each."""
         if self.hashes is None:
             return {}

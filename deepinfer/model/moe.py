@@ -40,7 +40,9 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor, state: StepState) -> Tensor:
         """x [N, D], normalised -> [N, D]."""
-        bias = None if state.dead is None else torch.where(state.dead.unsqueeze(1), self.bias_vl, self.bias)
+        bias = None
+        if state.dead is not None and self.bias_vl is not self.bias:
+            bias = torch.where(state.dead.unsqueeze(1), self.bias_vl, self.bias)
         y, ids, weights, scores = select.moe(x, self.weights, bias)
         state.trace(f"{self.prefix}.router_ids", ids)
         state.trace(f"{self.prefix}.router_weights", weights)

@@ -31,11 +31,23 @@ class Segment(Protocol):
     def whole(self) -> bool: ...
 
 
+class StepBatch(Protocol):
+    """The rows of a step, int64 [N] each, on the device; `batch.Batch` and `cache.graph_step.StepRows` have them."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def logit_rows(self) -> Tensor | slice: ...
+
+
 class CacheView(Protocol):
-    """One step's reads and writes of a cache; `cache.step.StepView` implements it and says the shapes."""
+    """One step's reads and writes of a cache; `cache.step.StepView` implements it and says the shapes, and so does
+    `cache.graph_step.GraphView`."""
 
-    batch: Batch
-
+    @property
+    def batch(self) -> StepBatch: ...
     @property
     def narrowed(self) -> tuple[Tensor, CacheView] | None: ...
     @property
