@@ -104,7 +104,7 @@ def test_a_fork_made_by_edits_goes_its_own_way(model, cut):
 @settings(max_examples=25, deadline=None)
 @given(
     drafts=st.integers(0, 5),
-    start=st.integers(1, 270),
+    start=st.integers(1, LENGTH - 6 * 6 - 5),  # six rounds of at most six tokens, and five that are read at the end
     accepted=st.lists(st.integers(0, 5), min_size=1, max_size=6),
 )
 def test_drafts_that_are_taken_back_leave_no_trace(model, drafts, start, accepted):
