@@ -1,0 +1,100 @@
+"""The benchmark of the GPU kernels: its sums, its table, and that every case is sound. Times need a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernels
+import peers
+import pytest
+import torch
+from kernel_cases import AREAS, L2_BYTES, MOST_COPIES, KernelCase, MachineRates, Prepared, copies_beyond_cache
+
+RATES = MachineRates(copy=4e12, bf16=800e12, fp8=1200e12)
+
+
+def case(**fields: Any) -> KernelCase:
+    given = {"name": "c", "area": "dense", "shape": {"m": 1}, "make": lambda device: Prepared(print), "bytes": 1000}
+    return KernelCase(**(given | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit", "bound"),
+    [
+        ({"bytes": 8_000_000}, 2.0, "bytes"),
+        ({"bytes": 8_000_000, "flops": 1_200_000_000, "rate": "fp8"}, 2.0, "bytes"),
+        ({"bytes": 8_000_000, "flops": 4_800_000_000, "rate": "fp8"}, 4.0, "fp8"),
+        ({"bytes": 8_000_000, "flops": 4_800_000_000, "rate": "bf16"}, 6.0, "bf16"),
+    ],
+)
+def test_limit_is_the_longer_of_bytes_and_operations(fields: dict[str, Any], limit: float, bound: str) -> None:
+    assert RATES.limit_us(case(**fields)) == pytest.approx(limit)
+    assert RATES.bound(case(**fields)) == bound
+
+
+@pytest.mark.parametrize("fields", [{"area": "none"}, {"bytes": 0}, {"flops": 5}, {"rate": "fp8"}])
+def test_unsound_case_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="c: "):
+        case(**fields)
+
+
+@pytest.mark.parametrize("nbytes", [1, 9_000_000, L2_BYTES, 2 * L2_BYTES, 4 * L2_BYTES])
+def test_rotation_goes_beyond_the_cache(nbytes: int) -> None:
+    copies = copies_beyond_cache(nbytes)
+    assert copies * nbytes >= 3 * L2_BYTES or copies == MOST_COPIES
+    assert copies == 1 or (copies - 2) * nbytes < 3 * L2_BYTES  # and not far beyond it
+
+
+def test_cases_of_all_areas_are_sound() -> None:
+    """Made without a device; names are unique; what is run beside them exists and is told its shape."""
+    cases, missing = kernels.found_cases()
+    names = [c.name for c in cases]
+    assert len(set(names)) == len(names)
+    assert {c.area for c in cases} | set(missing) == set(AREAS)
+    assert all(c.peer_key is None or c.peer_key in peers.PEERS for c in cases)
+    assert all(c.peer_us is None or c.peer for c in cases), "a known figure needs its source"
+
+
+def test_wrong_case_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "time_us", lambda prepared: {"us": 4.0, "least_us": 3.0, "most_us": 5.0})
+    monkeypatch.setattr(kernels, "_release", lambda: None)
+    wrong = [float("nan"), 0.5]
+    device, none = torch.device("cpu"), peers.Peers(None)
+    for error in wrong:
+        made = case(make=lambda device, error=error: Prepared(print, check=lambda: error, tolerance=0.1))
+        line = kernels.measured(made, RATES, none, device)
+        assert "us" not in line
+        assert "relative error" in line["failed"]
+    fine = Prepared(print, check=lambda: 0.05, tolerance=0.1)
+    right = case(name="right", bytes=8_000_000, make=lambda device: fine, peer_us=9.0, peer="someone")
+    line = kernels.measured(right, RATES, none, device)
+    assert (line["us"], line["limit_us"], line["of_limit"], line["gb_per_s"]) == (4.0, 2.0, 2.0, 2000)
+    text = kernels.table([line, kernels.measured(made, RATES, none, device)])
+    assert "9.0 (known)" in text
+    assert "FAILED" in text
+    assert "5.00e-01" in text
+
+
+def test_absent_peer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_release", lambda: None)
+    beside = case(peer_key="flashmla_decode", peer_us=48.6, peer="FlashMLA, issue 6")
+    line = kernels.peer_line(beside, peers.Peers(None), torch.device("cpu"))
+    assert line is not None
+    assert (line["us"], line["measured"]) == (48.6, False)
+    assert "--peers" in line["failed"]
+
+
+def test_list_needs_no_device(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels.main(["--list", "--only", "dense"])
+    captured = capsys.readouterr()
+    assert "kernels_dense" in captured.err or "dense" in captured.out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_time_of_a_copy_is_near_its_limit() -> None:
+    device = torch.device("cuda")
+    rate = kernels._copy_rate(device)
+    source = torch.ones(1 << 27, device=device)
+    figures = kernels.time_us(Prepared(lambda copy: source + 1.0))
+    assert 0.8 < figures["us"] / (1e6 * 2 * source.nbytes / rate) < 1.3
