@@ -45,7 +45,7 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 @functools.cache
 def _function(name: str) -> Callable[..., None]:
     handle = library().handle
-    assert handle is not None, "select.py never comes here without a library"
+    assert handle is not None, "select/ never comes here without a library"
     function = getattr(handle, name)
     function.argtypes = [*(_TYPES[letter] for letter in SIGNATURES[name]), ctypes.c_int]
     function.restype = None

@@ -1,0 +1,86 @@
+"""Picks the implementation of an operation by device, dtype and shape. The reference is always there and always right.
+
+The CPU twins (`kernels/cpu`) serve float32 on a CPU where a C++ compiler is found; everything else runs the reference.
+"""
+
+from __future__ import annotations
+
+from deepinfer.kernels.select.attention import (
+    candidate_mask,
+    index_scores,
+    sparse_attention,
+    top_entries,
+)
+from deepinfer.kernels.select.backends import (
+    cpu_twins,
+    explain,
+    reference_only,
+    step_threads,
+)
+from deepinfer.kernels.select.mixture import (
+    expert_sum,
+    moe,
+)
+from deepinfer.kernels.select.places import (
+    block_rows,
+    copy_rows,
+    entry_rows,
+    token_history,
+    window_rows,
+)
+from deepinfer.kernels.select.projections import (
+    apply_rope,
+    grouped_output,
+    project,
+    project_groups,
+    query_and_window,
+    rms_norm,
+    window_latents,
+)
+from deepinfer.kernels.select.streams import (
+    compress_pairs,
+    engram_inject,
+    hyper_collapse,
+    hyper_collapse_norm,
+    hyper_expand,
+    hyper_step,
+    table_rows,
+)
+from deepinfer.kernels.select.tokens import (
+    constrain_rows,
+    markov_chain,
+)
+
+__all__ = [
+    "apply_rope",
+    "block_rows",
+    "candidate_mask",
+    "compress_pairs",
+    "constrain_rows",
+    "copy_rows",
+    "cpu_twins",
+    "engram_inject",
+    "entry_rows",
+    "expert_sum",
+    "explain",
+    "grouped_output",
+    "hyper_collapse",
+    "hyper_collapse_norm",
+    "hyper_expand",
+    "hyper_step",
+    "index_scores",
+    "markov_chain",
+    "moe",
+    "project",
+    "project_groups",
+    "query_and_window",
+    "reference_only",
+    "rms_norm",
+    "sparse_attention",
+    "step_threads",
+    "table_rows",
+    "token_history",
+    "top_entries",
+    "window_latents",
+    "window_rows",
+]

@@ -1,0 +1,47 @@
+"""Attention over chosen keys, and their choice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.cpu import ops as cpu
+from deepinfer.kernels.reference import attention, indexer, records, selection
+from deepinfer.kernels.select.backends import cpu_fast, cpu_twins
+
+
+def sparse_attention(
+    q: Tensor,
+    window_pool: Tensor,
+    window_indices: Tensor,
+    kv_pool: Tensor | None,
+    kv_indices: Tensor | None,
+    sink: Tensor,
+    scale: float,
+) -> Tensor:
+    fast = cpu_fast(q, 16) and q.shape[1] % 4 == 0
+    run = cpu.sparse_attention if fast else attention.sparse_attention
+    return run(q, window_pool, window_indices, kv_pool, kv_indices, sink, scale)
+
+
+def index_scores(queries: Tensor, pool: Tensor, key_rows: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
+    """queries [B, T, H, D], pool [rows, D] (or packed keys), key_rows int64 [B, M], weights [B, T, H], visible int64
+    [B, T] -> float32 [B, T, M], -inf where not visible."""
+    if cpu_fast(queries):
+        return cpu.index_scores(queries, pool, key_rows, weights, visible)
+    scores = indexer.index_scores(queries, records.key_values(pool[key_rows]), weights)
+    hidden = torch.arange(key_rows.shape[1], device=visible.device) >= visible.unsqueeze(-1)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def top_entries(scores: Tensor, k: int, allowed: Tensor | None = None) -> Tensor:
+    """scores float32 [N, M], -inf = not selectable; allowed bool [N, M] or None -> int64 [N, k] the k best positions,
+    ascending, -1 = empty."""
+    if cpu_twins(scores.device, scores.dtype):
+        return cpu.top_entries(scores, k, allowed)
+    return selection.top_entries(scores if allowed is None else scores.masked_fill(~allowed, float("-inf")), k)
+
+
+def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:
+    run = cpu.candidate_mask if cpu_twins(scores.device, scores.dtype) else selection.candidate_mask
+    return run(scores, visible, block_size=block_size, topk_blocks=topk_blocks)

@@ -1,0 +1,41 @@
+"""Where things lie in pools, and the tokens before a row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepinfer.kernels.cpu import ops as cpu
+from deepinfer.kernels.reference import paging
+from deepinfer.kernels.select.backends import whole_numbers
+
+
+def window_rows(
+    positions: Tensor, slots: Tensor, starts: Tensor, floors: Tensor, window: int, ring: int, staging: int
+) -> Tensor:
+    run = cpu.window_rows if whole_numbers(positions) else paging.window_rows
+    return run(positions, slots, starts, floors, window, ring, staging)
+
+
+def entry_rows(tables: Tensor, slots: Tensor, entries: Tensor, per_block: int) -> Tensor:
+    run = cpu.entry_rows if whole_numbers(entries) else paging.entry_rows
+    return run(tables, slots, entries, per_block)
+
+
+def block_rows(tables: Tensor, slots: Tensor, count: int, per_block: int) -> Tensor:
+    run = cpu.block_rows if whole_numbers(tables) else paging.block_rows
+    return run(tables, slots, count, per_block)
+
+
+def token_history(
+    ids: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, store: Tensor, lookback: int
+) -> Tensor:
+    run = cpu.token_history if whole_numbers(ids) else paging.token_history
+    return run(ids, positions, slots, starts, store, lookback)
+
+
+def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
+    """pool[targets] = pool[sources] for a pool [rows, D] of any dtype; no row is both a target and a source."""
+    if whole_numbers(pool):
+        cpu.copy_rows(pool, targets, sources)
+    else:
+        pool[targets] = pool[sources]

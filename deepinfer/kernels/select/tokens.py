@@ -1,0 +1,26 @@
+"""The ends of the network: drafts from their heads, logits under a grammar."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.cpu import ops as cpu
+from deepinfer.kernels.reference import markov, masks
+from deepinfer.kernels.select.backends import cpu_twins
+from deepinfer.kernels.weights import PackedWeight, Weight
+
+
+def markov_chain(anchors: Tensor, embed: Tensor, head: Weight, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy drafts: anchors int64 [R], embed [V, rank], head [V, rank], logits float32 [R, k, V] without what the
+    token before adds -> int64 [R, k], and the embeddings of the tokens before them, float32 [R, k, rank]."""
+    if isinstance(head, PackedWeight) and embed.dtype == torch.bfloat16 and cpu_twins(logits.device, logits.dtype):
+        return cpu.markov_chain(anchors, embed, head.packed, logits)
+    return markov.markov_chain(anchors, embed, head.dense(), logits)
+
+
+def constrain_rows(logits: Tensor, raw: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """`rows` int64 [n] of logits float32 [N, V] in place: -inf where a bit of allowed int32 [n, (V + 31) // 32] is not
+    set. raw float32 [N, V]: what a row takes of which nothing would be left."""
+    fast = cpu_twins(logits.device, logits.dtype) and logits.is_contiguous() and raw.is_contiguous()
+    (cpu if fast else masks).constrain_rows(logits, raw, rows, allowed)
