@@ -28,6 +28,8 @@ from deepinfer.model.parameters import WeightSource
 from deepinfer.model.state import CacheView, ModelCache, Rotations, StepBatch, StepState, Trace
 from deepinfer.model.taps import Taps
 
+Memories = dict[int, Tensor]
+
 
 class DeepseekV41:
     """The model with its weights. Build one with `load_model`; state lives in a cache (`deepinfer.cache.Cache`)."""
@@ -38,6 +40,7 @@ class DeepseekV41:
         self.config, self.numerics, self.device = config, numerics, source.device
         self.embed = source.embedding("embed")
         self.blocks = [Block(config, source, layer, numerics) for layer in range(config.num_hidden_layers)]
+        self._engrams = {block.layer: block.engram for block in self.blocks if block.engram is not None}
         self.norm = source.vector("norm.weight")
         self.head = source.matrix("head")
         self.rotations = Rotations(config)
@@ -65,13 +68,14 @@ class DeepseekV41:
         view.commit()
         return logits
 
-    def run(self, view: CacheView, dead: Tensor | None) -> Tensor:
+    def run(self, view: CacheView, dead: Tensor | None, memories: Memories | None = None) -> Tensor:
         """The pass over the rows of a step that is planned and checked -> logits float32. dead bool [N]: image tokens;
-        None = there are none. Nothing here asks the device for a value, unless the view does."""
+        None = there are none. memories: `recall` of this view; None = to be asked for here. Nothing else here asks the
+        device for a value, unless the view does."""
         taps = Taps(self.config.dspark_target_layer_ids, view) if self.draft is not None and view.keeps_drafts else None
         state = StepState(view, self.rotations, dead, self.trace, taps)
         with torch.no_grad(), select.step_threads(self.device, self.numerics.dtype):
-            hidden = self._hidden(view.batch, state)  # of the rows that came this far
+            hidden = self._hidden(view.batch, state, memories)  # of the rows that came this far
             logits = self._logits(hidden[state.view.batch.logit_rows])
             if self.draft is not None and taps is not None and len(hidden):
                 main_hidden = taps.joined()
@@ -79,14 +83,24 @@ class DeepseekV41:
                 self.draft.write_context(main_hidden, taps.view)
         return logits
 
-    def _hidden(self, batch: StepBatch, state: StepState) -> Tensor:
+    def recall(self, view: CacheView) -> Memories:
+        """What the Engram tables hold for the rows of a step, by layer: [N, columns * head_dim] each. Once a step: the
+        view remembers the tokens."""
+        rows = self._engram_rows(view, None)
+        return {layer: self._engrams[layer].memory(own) for layer, own in rows.items()}
+
+    def _hidden(self, batch: StepBatch, state: StepState, memories: Memories | None) -> Tensor:
         """Final normalised hidden states [N, D]: of the kept rows where the step narrows."""
         embedded = F.embedding(batch.token_ids, self.embed).to(self.numerics.dtype)
         stream, pre = first_stream(embedded, self.config.hc_mult)
-        rows = self._engram_rows(batch, state)
+        rows = self._engram_rows(state.view, state) if memories is None else {}
         selection = Selection()
         for block in self.blocks:
-            stream, pre = block(stream, pre, rows.get(block.layer), state, selection)
+            memory = None
+            if block.engram is not None:
+                layer = block.layer
+                memory = block.engram.memory(rows[layer]) if memories is None else memories[layer]
+            stream, pre = block(stream, pre, memory, state, selection)
             if not len(stream):  # no row of this step goes past the last KV source
                 return stream[:, 0]
         state.trace("stream_out", stream)
@@ -94,14 +108,15 @@ class DeepseekV41:
         state.trace("final_hidden", hidden)
         return hidden
 
-    def _engram_rows(self, batch: StepBatch, state: StepState) -> dict[int, Tensor]:
+    def _engram_rows(self, view: CacheView, state: StepState | None) -> dict[int, Tensor]:
         """Table rows of this step's tokens for every Engram layer, int64 [N, columns] each."""
         if self.hashes is None:
             return {}
-        live = self.hashes.live(batch.token_ids)
-        history = state.view.token_history(live, self.config.engram_max_ngram_size - 1)
+        live = self.hashes.live(view.batch.token_ids)
+        history = view.token_history(live, self.config.engram_max_ngram_size - 1)
         rows = self.hashes.rows(history)
-        state.trace("engram_hashes", torch.stack(rows, dim=1))
+        if state is not None:
+            state.trace("engram_hashes", torch.stack(rows, dim=1))
         return dict(zip(self.hashes.layers, rows, strict=True))
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -31,18 +31,19 @@ class Block:
         self.experts = MixtureOfExperts(config, source, layer, numerics)
 
     def __call__(
-        self, stream: Tensor, pre: Tensor, engram_rows: Tensor | None, state: StepState, selection: Selection
+        self, stream: Tensor, pre: Tensor, memory: Tensor | None, state: StepState, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """stream [N, copies, D] and pre [N, copies] (from the sub-layer before) -> the same two for the next block.
+        memory: what Engram's table holds for the rows, where the layer has one.
 
         A sub-layer is collapsed with the pre of the one before it; its own pre serves the next one. At the last KV
         source the rows that end there drop out once they have left their keys: the results are those of `state.kept`.
         """
         name = self.prefix
         if self.engram is not None:
-            assert engram_rows is not None
+            assert memory is not None
             state.trace(f"{name}.stream_before_engram", stream)
-            stream = self.engram(stream, engram_rows, state.dead)
+            stream = self.engram(stream, memory, state.dead)
         state.trace(f"{name}.stream_in", stream)
         state.tap(self.layer, stream)
 

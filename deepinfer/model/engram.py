@@ -97,13 +97,16 @@ class Engram:
     """The injection before one block. The table stays on disk; everything else is a weight like any other."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, numerics: Numerics) -> None:
-        self.eps, self.dtype = config.rms_norm_eps, numerics.dtype
+        self.eps, self.dtype, self.device = config.rms_norm_eps, numerics.dtype, source.device
         self.table = source.table(f"{prefix}.engram.embed")
         self.wkv = source.matrix(f"{prefix}.engram.wkv")
         self.gate_weight = source.vector(f"{prefix}.engram.q_weight") * source.vector(f"{prefix}.engram.k_weight")
 
-    def __call__(self, stream: Tensor, rows: Tensor, dead: Tensor | None) -> Tensor:
-        """stream [N, copies, D], rows int64 [N, columns], dead bool [N] or None -> stream with the term added."""
-        memory = self.table.rows(rows).to(stream.device, self.dtype).flatten(1)  # [N, columns * head_dim]
+    def memory(self, rows: Tensor) -> Tensor:
+        """Table rows int64 [N, columns] -> what stands in them, [N, columns * head_dim]."""
+        return self.table.rows(rows).to(self.device, self.dtype).flatten(1)
+
+    def __call__(self, stream: Tensor, memory: Tensor, dead: Tensor | None) -> Tensor:
+        """stream [N, copies, D], `memory` of its rows, dead bool [N] or None -> stream with the term added."""
         kv = select.project(memory, self.wkv, rounded=True)  # [N, (copies + 1) * D]
         return select.engram_inject(stream, kv, self.gate_weight, dead, self.eps)

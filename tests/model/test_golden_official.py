@@ -174,7 +174,7 @@ class FedBlock:
         self.block, self.layer, self.probe = block, block.layer, probe
 
     def __call__(
-        self, stream: Tensor, pre: Tensor, engram_rows: Tensor | None, state: StepState, selection: Selection
+        self, stream: Tensor, pre: Tensor, memory: Tensor | None, state: StepState, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         block, probe, name, want = self.block, self.probe, f"layers.{self.layer}", recorded()
         rows = state.view.batch.positions
@@ -183,8 +183,8 @@ class FedBlock:
             _put_step_probes(state, probe)
         injection = block.engram
         if injection is not None:
-            assert engram_rows is not None
-            probe.put("engram.out", injection(want[f"{name}.stream_before_engram"][rows], engram_rows, None))
+            assert memory is not None
+            probe.put("engram.out", injection(want[f"{name}.stream_before_engram"][rows], memory, None))
         block.engram = None  # the block proper starts from the recorded stream_in
         stream, pre = block(want[f"{name}.stream_in"][rows], want[f"{name}.pre_in"][rows], None, state, selection)
         block.engram = injection
