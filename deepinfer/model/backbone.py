@@ -96,10 +96,9 @@ class DeepseekV41:
         rows = self._engram_rows(state.view, state) if memories is None else {}
         selection = Selection()
         for block in self.blocks:
-            memory = None
-            if block.engram is not None:
-                layer = block.layer
-                memory = block.engram.memory(rows[layer]) if memories is None else memories[layer]
+            layer, memory = block.layer, None
+            if layer in self._engrams:
+                memory = self._engrams[layer].memory(rows[layer]) if memories is None else memories[layer]
             stream, pre = block(stream, pre, memory, state, selection)
             if not len(stream):  # no row of this step goes past the last KV source
                 return stream[:, 0]
