@@ -52,17 +52,28 @@ class RandomValues:
 
     def chunks(self, spec: TensorSpec) -> Iterator[memoryview]:
         """The tensor's bytes in order, in pieces of at most 4 MiB."""
-        distribution, mean, std = self._distribution(spec)
-        pool = self._pool(distribution, spec.dtype, mean, std)
-        width = DTYPE_BYTES[spec.dtype]
-        offset = zlib.crc32(f"{self._seed}:{spec.name}".encode()) % POOL * width
-        pieces = repeat(pool, offset, spec.nbytes)
-        if spec.name == "head.weight" and self._silent:
-            row = spec.shape[1] * width
-            return _zero_ranges(pieces, [(i * row, (i + 1) * row) for i in self._silent])
-        if spec.name.endswith("_base"):
+        pieces = repeat(*self.window(spec), spec.nbytes)
+        if silent := self.silent_rows(spec):
+            row = spec.shape[1] * DTYPE_BYTES[spec.dtype]
+            return _zero_ranges(pieces, [(i * row, (i + 1) * row) for i in silent])
+        if self.is_shaped(spec):
             return iter([memoryview(self._mixing_base(spec, b"".join(pieces)))])
         return pieces
+
+    def window(self, spec: TensorSpec) -> tuple[memoryview, int]:
+        """The pool whose endless repetition holds the tensor, and the byte of it at which the tensor begins."""
+        distribution, mean, std = self._distribution(spec)
+        pool = self._pool(distribution, spec.dtype, mean, std)
+        return pool, zlib.crc32(f"{self._seed}:{spec.name}".encode()) % POOL * DTYPE_BYTES[spec.dtype]
+
+    def silent_rows(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Rows of a tensor that are zero, whatever its window holds."""
+        return self._silent if spec.name == "head.weight" else ()
+
+    @staticmethod
+    def is_shaped(spec: TensorSpec) -> bool:
+        """Whether a tensor is more than its window: only `chunks` has its bytes."""
+        return spec.name.endswith("_base")
 
     def _distribution(self, spec: TensorSpec) -> tuple[str, float, float]:
         """(kind of pool, mean, standard deviation) of a tensor. For scales the deviation is that of the whole
