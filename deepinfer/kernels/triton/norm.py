@@ -1,0 +1,113 @@
+"""RMSNorm of rows, and the norms behind the merged query and window projection (model specification 2.4)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.reference.quant import FP8_GROUP
+from deepinfer.kernels.triton.quantize import Fp8Rows, fold_tile, row_warps, to_type
+from deepinfer.kernels.triton.runtime import launch
+
+_GROUP = tl.constexpr(FP8_GROUP)
+
+
+@triton.jit
+def _norm_kernel(x, weight, out, stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < WIDTH
+    v = tl.load(x + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + offsets, mask=inside, other=0.0).to(tl.float32)
+    y = v * tl.rsqrt(tl.sum(v * v, axis=0) / WIDTH + eps) * w
+    tl.store(out + row * WIDTH + offsets, to_type(y, out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [N, K] any float dtype (rows contiguous), weight [K] -> x * rsqrt(mean(x^2) + eps) * weight, float32 inside,
+    x's dtype out."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(width)
+    launch(
+        _norm_kernel, (rows,), x, weight, out, x.stride(0), eps, WIDTH=width, BLOCK=block, num_warps=row_warps(width)
+    )
+    return out
+
+
+@triton.jit
+def _merged(source, row, rows, offsets, inside, stride, SPLITS: tl.constexpr, dtype: tl.constexpr):
+    """Values of the merged projection as float32 holding `dtype`'s values. SPLITS > 0: their sum over [SPLITS, N, K]."""
+    if SPLITS == 0:
+        return tl.load(source + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(source + row * stride + offsets, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(source + (split * rows + row) * stride + offsets, mask=inside, other=0.0)
+    return to_type(total, dtype).to(tl.float32)
+
+
+@triton.jit
+def _query_norms_kernel(
+    merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, eps,
+    RANK: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = latent.dtype.element_ty
+    if tl.program_id(1) == 0:
+        offsets = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        inside = offsets < RANK
+        v = _merged(merged, row, rows, offsets, inside, stride, SPLITS, dtype)
+        w = tl.load(q_norm + offsets, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.sum(tl.sum(v * v, axis=1), axis=0) / RANK
+        y = to_type(v * tl.rsqrt(mean + eps) * w, dtype)
+        tl.store(latent + row * RANK + offsets, y, mask=inside)
+        folded, top = fold_tile(y.to(tl.float32))
+        tl.store(codes + row * RANK + offsets, folded, mask=inside)
+        tl.store(scale + row, top)
+    else:
+        # Pairs of neighbours (2i, 2i + 1) turn together: the last ROPE of the HEAD / 2 pairs, the others by nothing.
+        pair = tl.arange(0, HEAD // 2)
+        everywhere = pair >= 0
+        even = _merged(merged, row, rows, RANK + 2 * pair, everywhere, stride, SPLITS, dtype)
+        odd = _merged(merged, row, rows, RANK + 2 * pair + 1, everywhere, stride, SPLITS, dtype)
+        factor = tl.rsqrt((tl.sum(even * even, axis=0) + tl.sum(odd * odd, axis=0)) / HEAD + eps)
+        even = to_type(even * factor * tl.load(kv_norm + 2 * pair).to(tl.float32), dtype).to(tl.float32)
+        odd = to_type(odd * factor * tl.load(kv_norm + 2 * pair + 1).to(tl.float32), dtype).to(tl.float32)
+        angle = pair - (HEAD // 2 - ROPE)
+        c = tl.load(cos + row * ROPE + angle, mask=angle >= 0, other=1.0)
+        s = tl.load(sin + row * ROPE + angle, mask=angle >= 0, other=0.0)
+        tl.store(window + row * HEAD + 2 * pair, to_type(even * c - odd * s, dtype))
+        tl.store(window + row * HEAD + 2 * pair + 1, to_type(even * s + odd * c, dtype))
+
+
+def query_norms(
+    merged: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Fp8Rows, Tensor]:
+    """What follows x (wq_a above wkv)^T, one launch: merged bf16 [N, rank + head_dim], or the parts of a split sum,
+    float32 [splits, N, rank + head_dim] (`dense.split_sums`), added in order and rounded to bf16 here.
+
+    cos, sin: float32 [N, rope_dim / 2]. -> latent query bf16 [N, rank], normalised; Q8 of it, folded per row; window
+    latent bf16 [N, head_dim], normalised and rotated, in natural order, before its record is rounded.
+    """
+    rank, head = q_norm.numel(), kv_norm.numel()
+    splits = merged.shape[0] if merged.dim() == 3 else 0
+    rows, stride = merged.shape[-2], merged.stride(-2)
+    dtype = torch.bfloat16 if splits else merged.dtype
+    latent, window = merged.new_empty(rows, rank, dtype=dtype), merged.new_empty(rows, head, dtype=dtype)
+    codes = merged.new_empty(rows, rank, dtype=torch.float8_e4m3fn)
+    scale = merged.new_empty(rows, dtype=torch.float32)
+    launch(
+        _query_norms_kernel,
+        (rows, 2),
+        *(merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, eps),
+        RANK=rank,
+        GROUPS=triton.next_power_of_2(rank // FP8_GROUP),
+        HEAD=head,
+        ROPE=cos.shape[-1],
+        SPLITS=splits,
+        num_warps=4,
+        enable_fp_fusion=False,  # a rotation rounds as the reference does
+    )
+    return latent, Fp8Rows(codes, scale), window
