@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from deepinfer.kernels.timing import Rates
+
 L2_BYTES = 60 << 20  # of an H200: inputs that real life reads from memory must not stay here between two launches
 MOST_COPIES = 32
 
@@ -68,23 +70,14 @@ class KernelCase:
             raise ValueError(f"{self.name}: bytes > 0, and flops > 0 exactly where a matrix rate bounds them")
 
 
-@dataclass(frozen=True)
-class MachineRates:
-    """What this GPU did at best in the same process: bytes/s (read + write of an elementwise sum) and FLOP/s."""
+def limit_us(case: KernelCase, rates: Rates) -> float:
+    """The least time that bytes and operations allow, whichever is longer, in microseconds."""
+    return 1e6 * rates.seconds(case.bytes, case.flops, case.rate)
 
-    copy: float
-    bf16: float
-    fp8: float
 
-    def limit_us(self, case: KernelCase) -> float:
-        """The least time that bytes and operations allow, whichever is longer, in microseconds."""
-        matrix = {"fp8": self.fp8, "bf16": self.bf16, "copy": math.inf}[case.rate]
-        return 1e6 * max(case.bytes / self.copy, case.flops / matrix)
-
-    def bound(self, case: KernelCase) -> str:
-        """Which of the two it is: "bytes", or the name of the matrix rate."""
-        by_bytes = case.bytes / self.copy
-        return "bytes" if case.rate == "copy" or by_bytes * getattr(self, case.rate) >= case.flops else case.rate
+def bound(case: KernelCase, rates: Rates) -> str:
+    """Which of the two it is: "bytes", or the name of the matrix rate."""
+    return case.rate if rates.seconds(case.bytes, case.flops, case.rate) > rates.seconds(case.bytes) else "bytes"
 
 
 def copies_beyond_cache(nbytes: int) -> int:

@@ -13,21 +13,18 @@ import argparse
 import gc
 import importlib
 import json
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import AREAS, KernelCase, MachineRates, Prepared
+from kernel_cases import AREAS, KernelCase, Prepared, bound, limit_us
 from peers import Peers
 from report import commit
 
-REPLAYS = 21  # of a graph; the figure is their median
-GRAPH_US = 400.0  # a graph lasts at least about so long: shorter ones are timed by their start
-MOST_LAUNCHES = 96
+from deepinfer.kernels.timing import Rates, measured_rates, time_launches
 
 
 def found_cases(areas: Sequence[str] = AREAS) -> tuple[list[KernelCase], dict[str, str]]:
@@ -42,80 +39,15 @@ def found_cases(areas: Sequence[str] = AREAS) -> tuple[list[KernelCase], dict[st
     return cases, missing
 
 
-def captured(run: Callable[[int], object], launches: int, copies: int) -> torch.cuda.CUDAGraph:
-    """A graph of so many launches, on the copies in turn."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(launches):
-            run(number % copies)
-    return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int) -> list[float]:
-    """Microseconds of one launch, by replay."""
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / launches)
-    return times
-
-
-def time_us(prepared: Prepared, replays: int = REPLAYS) -> dict[str, float]:
+def time_us(prepared: Prepared, device: torch.device) -> dict[str, float]:
     """Median, least and greatest microseconds of one launch."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for copy in range(min(2, prepared.copies)):  # compiles, and fills the allocator's pool
-            prepared.run(copy)
-    torch.cuda.current_stream().wait_stream(stream)
-    launches = max(2, prepared.copies)
-    graph = captured(prepared.run, launches, prepared.copies)
-    replay_us(graph, launches, 2)
-    rough = min(replay_us(graph, launches, 3))
-    wanted = min(MOST_LAUNCHES, int(GRAPH_US / rough) + 1)
-    if wanted > launches:
-        launches = -(-wanted // prepared.copies) * prepared.copies
-        graph = captured(prepared.run, launches, prepared.copies)
-        replay_us(graph, launches, 3)
-    times = replay_us(graph, launches, replays)
-    return {"us": statistics.median(times), "least_us": min(times), "most_us": max(times), "launches": launches}
+    time = time_launches(prepared.run, prepared.copies, device)
+    return {"us": round(time.us, 2), "least_us": round(time.least_us, 2), "most_us": round(time.most_us, 2)}
 
 
-def _copy_rate(device: torch.device) -> float:
-    source = torch.ones(1 << 28, device=device)  # 1 GiB: with the target, 36 times the second-level cache
-    target = torch.empty_like(source)
-    return 1e6 * 2 * source.nbytes / time_us(Prepared(lambda copy: torch.add(source, 1.0, out=target)))["us"]
-
-
-def machine_rates(device: torch.device) -> MachineRates:
-    """bytes/s of an elementwise sum of 1 GiB (read and written), FLOP/s of torch's products 8192^3 in bfloat16 and in
-    FP8: the better of its two ways of accumulating."""
-    copy_rate = _copy_rate(device)
-    size, flops = 8192, 2 * 8192**3
-    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    wide = time_us(Prepared(lambda copy: torch.mm(left, right.t())))["us"]
-    codes, others = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
-    row, column = torch.ones(size, 1, device=device), torch.ones(1, size, device=device)
-
-    def product(fast: bool) -> Prepared:
-        return Prepared(
-            lambda copy: torch._scaled_mm(
-                codes, others.t(), scale_a=row, scale_b=column, out_dtype=torch.bfloat16, use_fast_accum=fast
-            )
-        )
-
-    narrow = min(time_us(product(fast))["us"] for fast in (False, True))
-    return MachineRates(copy_rate, 1e6 * flops / wide, 1e6 * flops / narrow)
-
-
-def measured(case: KernelCase, rates: MachineRates, peers: Peers, device: torch.device) -> dict[str, Any]:
+def measured(case: KernelCase, rates: Rates, peers: Peers, device: torch.device) -> dict[str, Any]:
     """The line of one case, JSON-ready. "failed" in place of figures where it is wrong or does not run."""
-    limit = rates.limit_us(case)
+    limit = limit_us(case, rates)
     line: dict[str, Any] = {
         "name": case.name,
         "area": case.area,
@@ -123,7 +55,7 @@ def measured(case: KernelCase, rates: MachineRates, peers: Peers, device: torch.
         "bytes": case.bytes,
         "flops": case.flops,
         "limit_us": round(limit, 2),
-        "bound": rates.bound(case),
+        "bound": bound(case, rates),
         "target_us": case.target_us,
         "note": case.note,
     }
@@ -133,7 +65,7 @@ def measured(case: KernelCase, rates: MachineRates, peers: Peers, device: torch.
         line["error"], line["tolerance"] = error, prepared.tolerance
         if error is not None and not error <= prepared.tolerance:
             raise ArithmeticError(f"relative error {error:.2e}, at most {prepared.tolerance:.2e} passes")
-        line |= _rounded(time_us(prepared))
+        line |= time_us(prepared, device)
         line["of_limit"] = round(line["us"] / limit, 3)
         line["gb_per_s"] = round(case.bytes / line["us"] / 1e3)
         line["tflop_per_s"] = round(case.flops / line["us"] / 1e6, 1)
@@ -152,14 +84,10 @@ def peer_line(case: KernelCase, peers: Peers, device: torch.device) -> dict[str,
         return known
     try:
         _release()
-        figures = _rounded(time_us(peers.prepare(case.peer_key, case.shape, device)))
+        figures = time_us(peers.prepare(case.peer_key, case.shape, device), device)
     except Exception as failure:
         return {**(known or {"us": None, "source": case.peer}), "measured": False, "failed": str(failure)[:200]}
     return {**figures, "source": f"{case.peer_key}, this run", "measured": True, "known_us": case.peer_us}
-
-
-def _rounded(figures: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 2) for name, value in figures.items()}
 
 
 def _release() -> None:
@@ -239,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         sys.exit("kernels.py: no CUDA device here (--list shows the cases)")
     device = torch.device("cuda")
-    rates = machine_rates(device)
+    rates = measured_rates(device)
     print(
         f"copy {rates.copy / 1e9:,.0f} GB/s, bf16 {rates.bf16 / 1e12:,.0f}, FP8 {rates.fp8 / 1e12:,.0f} TFLOP/s",
         flush=True,

@@ -8,9 +8,20 @@ import kernels
 import peers
 import pytest
 import torch
-from kernel_cases import AREAS, L2_BYTES, MOST_COPIES, KernelCase, MachineRates, Prepared, copies_beyond_cache
+from kernel_cases import (
+    AREAS,
+    L2_BYTES,
+    MOST_COPIES,
+    KernelCase,
+    Prepared,
+    bound,
+    copies_beyond_cache,
+    limit_us,
+)
 
-RATES = MachineRates(copy=4e12, bf16=800e12, fp8=1200e12)
+from deepinfer.kernels.timing import Rates
+
+RATES = Rates(copy=4e12, bf16=800e12, fp8=1200e12)
 
 
 def case(**fields: Any) -> KernelCase:
@@ -19,7 +30,7 @@ def case(**fields: Any) -> KernelCase:
 
 
 @pytest.mark.parametrize(
-    ("fields", "limit", "bound"),
+    ("fields", "limit", "by"),
     [
         ({"bytes": 8_000_000}, 2.0, "bytes"),
         ({"bytes": 8_000_000, "flops": 1_200_000_000, "rate": "fp8"}, 2.0, "bytes"),
@@ -27,9 +38,9 @@ def case(**fields: Any) -> KernelCase:
         ({"bytes": 8_000_000, "flops": 4_800_000_000, "rate": "bf16"}, 6.0, "bf16"),
     ],
 )
-def test_limit_is_the_longer_of_bytes_and_operations(fields: dict[str, Any], limit: float, bound: str) -> None:
-    assert RATES.limit_us(case(**fields)) == pytest.approx(limit)
-    assert RATES.bound(case(**fields)) == bound
+def test_limit_is_the_longer_of_bytes_and_operations(fields: dict[str, Any], limit: float, by: str) -> None:
+    assert limit_us(case(**fields), RATES) == pytest.approx(limit)
+    assert bound(case(**fields), RATES) == by
 
 
 @pytest.mark.parametrize("fields", [{"area": "none"}, {"bytes": 0}, {"flops": 5}, {"rate": "fp8"}])
@@ -56,7 +67,7 @@ def test_cases_of_all_areas_are_sound() -> None:
 
 
 def test_wrong_case_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "time_us", lambda prepared: {"us": 4.0, "least_us": 3.0, "most_us": 5.0})
+    monkeypatch.setattr(kernels, "time_us", lambda prepared, device: {"us": 4.0, "least_us": 3.0, "most_us": 5.0})
     monkeypatch.setattr(kernels, "_release", lambda: None)
     wrong = [float("nan"), 0.5]
     device, none = torch.device("cpu"), peers.Peers(None)
@@ -88,13 +99,3 @@ def test_list_needs_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     kernels.main(["--list", "--only", "dense"])
     captured = capsys.readouterr()
     assert "kernels_dense" in captured.err or "dense" in captured.out
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_time_of_a_copy_is_near_its_limit() -> None:
-    device = torch.device("cuda")
-    rate = kernels._copy_rate(device)
-    source = torch.ones(1 << 27, device=device)
-    figures = kernels.time_us(Prepared(lambda copy: source + 1.0))
-    assert 0.8 < figures["us"] / (1e6 * 2 * source.nbytes / rate) < 1.3
