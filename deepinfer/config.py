@@ -5,7 +5,7 @@ from dataclasses import dataclass
 BLOCK_SIZE = 128  # tokens per block of the cache (spec/engine.md section 0: B)
 VERIFY_ROWS = 6  # rows that one verify step may write, 1 target + up to 5 drafts (spec/engine.md section 0: G)
 PREFIX_MODES = ("off", "exact", "bounded")
-KV_FORMATS = ("float32", "bfloat16", "packed")
+KV_FORMATS = ("float32", "bfloat16", "packed", "hopper")
 QUEUE_POLICIES = ("first-come", "fair")
 
 
@@ -28,7 +28,8 @@ class EngineConfig:
 
     kv_format: str = "float32"
     """How cache records are stored: "float32" and "bfloat16" (parity), "packed" (288 + 68 + 528 bytes at the real
-    sizes, the values that the bfloat16 numerics round to anyway)."""
+    sizes, the values that the bfloat16 numerics round to anyway), "hopper" (the same values, as the GPU kernels read
+    them)."""
     prefix_caching: str = "exact"
     """"off"; "exact": a hit gives the tokens of a cold run; "bounded": a hit without a stored window recomputes one
     window only, an approximation (spec/engine.md 3.2)."""
@@ -60,6 +61,8 @@ class EngineConfig:
     `offload_bytes` has room (77K tokens: 1.4 ms against 1.3 s, spec/engine.md 4.4)."""
     offload_bytes: int = 0
     """Host memory for preempted sequences; 0 = they are always computed again."""
+    graph_rows: int = 0
+    """Rows of the largest decode or verify step that runs padded, on a GPU as a CUDA graph; 0 = none does."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "prompt_logprobs_chunk"):
@@ -87,7 +90,7 @@ class EngineConfig:
         ):
             if value not in known:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
-        for name in ("window_entries", "drafts", "prefill_interval", "offload_tokens", "offload_bytes"):
+        for name in ("window_entries", "drafts", "prefill_interval", "offload_tokens", "offload_bytes", "graph_rows"):
             check_whole_number(name, getattr(self, name), least=0)
         if self.drafts > VERIFY_ROWS - 1:
             raise ValueError(

@@ -9,6 +9,7 @@ the same bits.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from deepinfer.cache.records import WindowRings
 from deepinfer.cache.step import Segment, StepStore, crossings
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
+
+if TYPE_CHECKING:
+    from deepinfer.cache.storage import CacheStorage
 
 _COLUMNS = 5  # token id, position, slot, start of the chunk, floor of the window
 
@@ -94,7 +98,7 @@ class GraphView:
         self._segments: dict[int, list[Segment]] = {}
 
     def commit(self) -> None:
-        """The host counts the tokens (`CacheStorage.commit_rows`): a graph that is played again cannot."""
+        """The host counts the tokens (`commit_rows`): a graph that is played again cannot."""
 
     # -- window ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +214,20 @@ class GraphView:
         )
 
 
-def copy_replicas(rings: WindowRings, batch: Batch) -> None:
+def begin_rows(storage: CacheStorage, batch: Batch, rows: StepRows) -> None:
+    """A step into the buffers of a `GraphView`, whose pass is to follow, and then `commit_rows`. ValueError: as
+    `CacheStorage.check`."""
+    storage.check(batch)
+    rows.fill(batch)
+
+
+def commit_rows(storage: CacheStorage, batch: Batch) -> None:
+    """The step that a `GraphView` has run counts as written."""
+    _copy_replicas(storage.windows, batch)
+    storage.advance(batch)
+
+
+def _copy_replicas(rings: WindowRings, batch: Batch) -> None:
     """The windows below multiples of 128 that the batch, which the rings hold already, has passed: to the replicas.
 
     A boundary is at most `drafts` rows below its chunk's end, and a ring holds `drafts` + 1 rows more than a window.

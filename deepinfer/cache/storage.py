@@ -17,7 +17,6 @@ from deepinfer.cache import edits as edit
 from deepinfer.cache.blocks import BLOCK_TOKENS, NULL_BLOCK, blocks_for
 from deepinfer.cache.draft_window import DraftWindow
 from deepinfer.cache.formats import KVFormat, check_drafts, format_problem
-from deepinfer.cache.graph_step import StepRows, copy_replicas
 from deepinfer.cache.host_memory import OffloadedSequence, WindowArena, put, take
 from deepinfer.cache.records import LastTokens, OpenRows, PagedRecords, WindowRings
 from deepinfer.cache.step import StepView, crossings
@@ -63,7 +62,7 @@ class CacheStorage:
         self.records = {
             layer: PagedRecords(config, layer, num_blocks, kind, device) for layer in config.kv_source_layer_ids
         }
-        slots = max_num_seqs + (padded_rows > 0)
+        self.null_slot, slots = max_num_seqs, max_num_seqs + (padded_rows > 0)
         self.windows = WindowRings(
             config, slots, kind, device, drafts=drafts, replicas=window_entries > 0, staging_rows=max(padded_rows, 1)
         )
@@ -152,16 +151,6 @@ class CacheStorage:
         if short.any():
             i = int(short.argmax())
             raise ValueError(f"slot {slots[i]}: no blocks reserved for {batch.ends[i]} tokens")
-
-    def begin_rows(self, batch: Batch, rows: StepRows) -> None:
-        """A checked step into the buffers of a `GraphView`, whose pass is to follow, and then `commit_rows`."""
-        self.check(batch)
-        rows.fill(batch)
-
-    def commit_rows(self, batch: Batch) -> None:
-        """The step that a `GraphView` has run counts as written."""
-        copy_replicas(self.windows, batch)
-        self.advance(batch)
 
     def advance(self, batch: Batch) -> None:
         """The step's tokens count as written from here on; `StepView.commit` calls it after the last layer."""

@@ -15,10 +15,11 @@ from deepinfer.cache.formats import LAYOUT_VERSION, block_bytes, slot_bytes, sta
 from deepinfer.cache.hashing import namespace
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
-from deepinfer.config import EngineConfig
+from deepinfer.config import VERIFY_ROWS, EngineConfig
 from deepinfer.engine.checkpoint_grammars import checkpoint_grammars
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.drafting import describe_choice, describe_drafting, draft_length, every_request_is_reproducible
+from deepinfer.engine.graphs import GraphedModel
 from deepinfer.engine.invariance import sizes_problem, truncation_problem
 from deepinfer.engine.profile import measure_costs, typical_seconds
 from deepinfer.engine.runner import ModelRunner
@@ -136,16 +137,20 @@ def build_core(
         drafts=config.drafts,
         kv_format=config.kv_format,
         window_entries=config.window_entries,
+        padded_rows=max(config.graph_rows, config.max_num_batched_tokens) if config.graph_rows else 0,
     )
     per_block = block_bytes(model.config, config.kv_format)
     manager = CacheManager.for_model(
         model.config, config, offload_blocks=config.offload_bytes // per_block, on_event=on_event
     )
-    drafting = _drafting(path, model, storage, manager, config, progress) if config.drafts else None
+    forward = GraphedModel(model, storage, rows=config.graph_rows, longest=config.max_model_len + VERIFY_ROWS)
+    if model.device.type == "cuda":
+        forward.capture(progress=progress)
+    drafting = _drafting(path, model, forward, storage, manager, config, progress) if config.drafts else None
     ends = (model.config.eos_token_id,)
     grammars, filler = checkpoint_grammars(Path(path), model.config.vocab_size, model.config.eos_token_id)
     runner = ModelRunner(
-        model,
+        forward,
         storage,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
@@ -182,6 +187,7 @@ class _Drafting(NamedTuple):
 def _drafting(
     path: str | Path,
     model: DeepseekV41,
+    forward: GraphedModel,
     storage: CacheStorage,
     manager: CacheManager,
     config: EngineConfig,
@@ -195,7 +201,7 @@ def _drafting(
     costs = None
     if config.varlen:
         costs = measure_costs(
-            model,
+            forward,
             storage,
             manager,
             drafter,

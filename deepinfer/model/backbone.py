@@ -83,6 +83,11 @@ class DeepseekV41:
                 self.draft.write_context(main_hidden, taps.view)
         return logits
 
+    @property
+    def recalls_on_host(self) -> bool:
+        """Whether an Engram table lies in the host's memory, so that a pass has to wait for the host."""
+        return any(not engram.table.on_device for engram in self._engrams.values())
+
     def recall(self, view: CacheView) -> Memories:
         """What the Engram tables hold for the rows of a step, by layer: [N, columns * head_dim] each. Once a step: the
         view remembers the tokens."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scribe import assert_same, open_slots, seen
 
-from deepinfer.cache.graph_step import GraphView, StepRows
+from deepinfer.cache.graph_step import GraphView, StepRows, begin_rows, commit_rows
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.model import Batch, Chunk, load_model
 
@@ -53,9 +53,9 @@ class Padded:
     def step(self, chunks: list[Chunk]) -> torch.Tensor:
         batch = Batch.from_chunks(chunks, CPU)
         assert self.rows.holds(batch)
-        self.storage.begin_rows(batch, self.rows)
+        begin_rows(self.storage, batch, self.rows)
         logits = self.model.run(GraphView(self.storage, self.rows, LONGEST), None)
-        self.storage.commit_rows(batch)
+        commit_rows(self.storage, batch)
         assert logits.shape[0] == self.rows.rows
         assert logits.isfinite().all()
         return logits[: batch.num_rows]

@@ -1,0 +1,126 @@
+"""Decode and verify steps as CUDA graphs: one per size, captured at start; what fits none of them runs eagerly.
+
+A graph repeats launches whose sizes and addresses never change, so a step of a few rows costs the host one launch
+instead of a thousand. Rows are filled up to the next size with rows of nobody (cache/graph_step.py). Without CUDA the
+same padded passes run launch by launch, which is how they are tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from deepinfer.cache.graph_step import GraphView, StepRows, begin_rows, commit_rows
+from deepinfer.cache.storage import CacheStorage
+from deepinfer.model.batch import Batch
+
+if TYPE_CHECKING:
+    from deepinfer.model.backbone import DeepseekV41, Memories
+
+# Few rows cost what their experts' weights cost, and rows of padding all ask the same experts: sizes that are a half
+# apart lose little.
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+MOST_ROWS = SIZES[-1]  # beyond, a step is long enough to hide its launches
+
+
+def sizes_for(rows: int) -> list[int]:
+    """Sizes of the graphs for steps of up to `rows` rows, the largest first."""
+    rows = min(rows, MOST_ROWS)
+    return [rows, *(size for size in reversed(SIZES) if size < rows)] if rows else []
+
+
+class PaddedStep:
+    """The pass over up to `size` rows of a model and a cache, and its graph once it is captured."""
+
+    def __init__(self, model: DeepseekV41, storage: CacheStorage, size: int, longest: int) -> None:
+        """longest: tokens that a sequence may have, drafts included."""
+        self.rows = StepRows(size, min(size, storage.max_num_seqs), storage.null_slot, storage.device)
+        self._model, self._storage, self._longest = model, storage, longest
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+        self._recalled: Memories | None = None  # buffers of what the host's Engram tables hold, read by the graph
+        self._pool = storage.windows.pool
+
+    def capture(self, memory_pool: Any) -> None:
+        """Record the pass, after one that compiles and allocates what is made at first use. Rows are all of nobody."""
+        self._recalled = self._recall()
+        self._pass()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory_pool):
+            self._logits = self._pass()
+        self._graph = graph
+
+    def run(self, batch: Batch) -> Tensor:
+        """A step that `rows` holds -> logits float32 [its rows, vocab], good until the next step. ValueError: as
+        `CacheStorage.check`."""
+        storage = self._storage
+        begin_rows(storage, batch, self.rows)
+        if self._graph is None:
+            self._recalled = self._recall()
+            logits = self._pass()
+        else:
+            if storage.windows.pool is not self._pool:
+                raise RuntimeError("the window records have moved since the graphs were captured")
+            if self._recalled is not None:
+                for layer, value in (self._recall() or {}).items():
+                    self._recalled[layer].copy_(value)
+            self._graph.replay()
+            assert self._logits is not None
+            logits = self._logits
+        commit_rows(storage, batch)
+        return logits[: batch.num_rows]
+
+    def _view(self) -> GraphView:
+        return GraphView(self._storage, self.rows, self._longest)
+
+    def _recall(self) -> Memories | None:
+        return self._model.recall(self._view()) if self._model.recalls_on_host else None
+
+    def _pass(self) -> Tensor:
+        dead = self.rows.token_ids == self._model.config.image_token_id
+        return self._model.run(self._view(), dead, self._recalled)
+
+
+class GraphedModel:
+    """A model whose decode and verify steps run padded; the forward pass of an engine over one cache.
+
+    rows: of the largest padded step, 0 = none. longest: tokens that a sequence may have, drafts included.
+    """
+
+    def __init__(self, model: DeepseekV41, storage: CacheStorage, *, rows: int, longest: int) -> None:
+        self.device = model.device
+        self._model, self._storage = model, storage
+        self._steps = [PaddedStep(model, storage, size, longest) for size in sizes_for(rows)]
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Rows of the padded steps, the largest first."""
+        return [step.rows.rows for step in self._steps]
+
+    def capture(self, *, progress: bool = False) -> int:
+        """Record all graphs, the largest first, so that the smaller ones fit into the memory that it left -> bytes that
+        they took. RuntimeError naming what to lower where memory does not suffice. Nothing may be in the cache."""
+        before, _ = torch.cuda.mem_get_info(self.device)
+        memory_pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode(), tqdm(self._steps, desc="Capturing graphs", disable=not progress) as bar:
+            for step in bar:
+                try:
+                    step.capture(memory_pool)
+                except torch.cuda.OutOfMemoryError as error:
+                    raise RuntimeError(
+                        f"out of memory while the graph for {step.rows.rows} rows was captured: lower "
+                        f"gpu_memory_utilization, num_blocks or max_num_seqs"
+                    ) from error
+        after, _ = torch.cuda.mem_get_info(self.device)
+        return before - after
+
+    def forward(self, batch: Batch, storage: CacheStorage) -> Tensor:
+        """Logits float32 of the step's rows that ask for them, as `DeepseekV41.forward`, good until the next step."""
+        assert storage is self._storage
+        fitting = [step for step in self._steps if step.rows.holds(batch)]
+        return fitting[-1].run(batch) if fitting else self._model.forward(batch, storage)
