@@ -70,7 +70,7 @@ def _partial_sum(x, w, token, output, rows, outputs, start, steps, WIDTH: tl.con
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one kernel for every number of rows
 def _linear_kernel(
     x, scale, w, factor, out, parts, arrivals, cos, sin, rows, outputs,
     WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,

@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _merged(source, row, rows, offsets, inside, stride, SPLITS: tl.constexpr, dtype: tl.constexpr):
-    """Values of the merged projection as float32 holding `dtype`'s values. SPLITS > 0: their sum over [SPLITS, N, K]."""
+    """The merged projection as float32 that holds `dtype`'s values. SPLITS > 0: the sum over [SPLITS, N, K]."""
     if SPLITS == 0:
         return tl.load(source + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
     total = tl.load(source + row * stride + offsets, mask=inside, other=0.0)
@@ -48,7 +48,7 @@ def _merged(source, row, rows, offsets, inside, stride, SPLITS: tl.constexpr, dt
     return to_type(total, dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one kernel for every number of rows
 def _query_norms_kernel(
     merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, eps,
     RANK: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
