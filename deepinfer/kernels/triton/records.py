@@ -68,7 +68,7 @@ def _insert_window(latents, pool, rows, latent_stride, record_bytes, WIDTH: tl.c
 
 @triton.jit
 def _quantize_fp8(magnitude):
-    """float32 [GROUPS, 32], nothing negative -> e4m3 codes and biased exponents of the scales, int32 [GROUPS]: their E8M0 bytes."""
+    """float32 [GROUPS, 32], none negative -> e4m3 codes, and int32 [GROUPS] the biased exponents of the scales."""
     bits = (tl.maximum(tl.max(magnitude, axis=1), 1e-4) * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / scale, exact
