@@ -28,7 +28,8 @@ def test_rows_of_windows(window: int, dtype: torch.dtype) -> None:
     floors = torch.minimum(starts, torch.arange(len(positions)).to(dtype) % 4 * 7)
     arguments = (window, window + 6, 4096)
     expected = reference.window_rows(positions, slots, starts, floors, *arguments)
-    found = window_rows(*(x.to(DEVICE) for x in (positions, slots, starts, floors)), *arguments)
+    p, s, b, f = (x.to(DEVICE) for x in (positions, slots, starts, floors))
+    found = window_rows(p, s, b, f, *arguments)
     assert found.dtype == torch.int32
     assert torch.equal(found.long().cpu(), expected)
 
@@ -65,8 +66,8 @@ def test_histories_of_tokens(size: int, lookback: int, monkeypatch: pytest.Monke
     for most in (1024, 16):  # in one program, and in several with a second launch
         monkeypatch.setattr("deepinfer.kernels.triton.paging._HISTORY_ROWS", most)
         device_store = store.to(DEVICE, copy=True)
-        step_rows = [x.to(DEVICE) for x in (ids, positions, slots, starts)]
-        found = token_history(*step_rows, store=device_store, lookback=lookback)
+        i, p, s, b = (x.to(DEVICE) for x in (ids, positions, slots, starts))
+        found = token_history(i, p, s, b, device_store, lookback)
         assert torch.equal(found.cpu(), expected)
         assert torch.equal(device_store[:6].cpu(), kept[:6])  # slot 6: padding rows write one place, any of them
 
