@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from deepinfer.kernels.cpu.structs import HyperStruct, MoeStruct, OutputStruct, QueryStruct, pointer, pointers
+from deepinfer.kernels.gpu_weights import StackedWeight
 from deepinfer.kernels.weights import Experts, PackedExperts, PackedWeight, Weight
 
 
 @dataclass(frozen=True)
 class QueryWeights:
-    """Query bottleneck and window latent of an attention layer. Norms float32."""
+    """Query bottleneck and window latent of an attention layer. Norms float32. stacked: wq_a above wkv, where one
+    product gives both."""
 
     wq_a: Weight
     q_norm: Tensor
@@ -25,6 +28,7 @@ class QueryWeights:
     head_dim: int
     rope_dim: int
     eps: float
+    stacked: StackedWeight | None = None
 
     @cached_property
     def address(self) -> int:
@@ -57,7 +61,7 @@ class QueryWeights:
 class OutputWeights:
     """Grouped low-rank output projection: one wo_a [o_lora_rank, heads / groups * head_dim] per group."""
 
-    wo_a: list[Weight]
+    wo_a: Sequence[Weight]
     wo_b: Weight
     heads: int
     head_dim: int

@@ -1,4 +1,5 @@
-"""Weights as operations take them: widened to float32, packed for the CPU kernels, or kept as stored."""
+"""Weights as operations take them: widened to float32, packed for the CPU kernels, or kept as stored. What the GPU
+kernels read stands in gpu_weights.py."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from deepinfer.kernels.cpu.linear import PANEL, unpack
+from deepinfer.kernels.gpu_weights import ShuffledExperts
 from deepinfer.kernels.reference.quant import dequantize_fp4_groups, dequantize_fp8_tiles
 
 
@@ -82,13 +84,15 @@ class PackedExperts:
     down: Tensor
 
 
-Experts = LooseExperts | PackedExperts
+Experts = LooseExperts | PackedExperts | ShuffledExperts
 
 
 def loose(bank: Experts) -> LooseExperts:
     """Any bank as single experts (packed ones share its memory)."""
     if isinstance(bank, LooseExperts):
         return bank
+    if isinstance(bank, ShuffledExperts):
+        return LooseExperts(*bank.loose)
     width, inner = bank.down.shape[1] * PANEL, bank.down.shape[2]
 
     def expert(number: int) -> Expert:

@@ -32,17 +32,21 @@ class Attention:
             "head_dim": config.head_dim,
             "rope_dim": config.qk_rope_head_dim,
         }
+        stacked, (wq_a, wkv) = source.stacked((f"{prefix}.wq_a", f"{prefix}.wkv"))
         self.queries = QueryWeights(
-            wq_a=source.matrix(f"{prefix}.wq_a"),
+            wq_a=wq_a,
             q_norm=source.vector(f"{prefix}.q_norm.weight"),
-            wq_b=source.matrix(f"{prefix}.wq_b"),
-            wkv=source.matrix(f"{prefix}.wkv"),
+            wq_b=source.heads(f"{prefix}.wq_b", config.head_dim),
+            wkv=wkv,
             kv_norm=source.vector(f"{prefix}.kv_norm.weight"),
             eps=config.rms_norm_eps,
+            stacked=stacked,
             **sizes,
         )
         self.output = OutputWeights(
-            wo_a=source.grouped(f"{prefix}.wo_a", config.o_groups), wo_b=source.matrix(f"{prefix}.wo_b"), **sizes
+            wo_a=source.grouped(f"{prefix}.wo_a", config.o_groups, config.head_dim),
+            wo_b=source.matrix(f"{prefix}.wo_b"),
+            **sizes,
         )
         self.sink = source.vector(f"{prefix}.attn_sink")
         self.compressor = Compressor(config, source, layer, numerics) if config.owns_kv(layer) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from tqdm import tqdm
 
 from deepinfer.kernels import select
 from deepinfer.kernels.cpu.linear import PANEL, pack
+from deepinfer.kernels.gpu_weights import FoldedWeight, GroupedWeight, ShuffledExperts, SplitHeads, StackedWeight
 from deepinfer.kernels.weights import (
     DenseWeight,
     Experts,
@@ -26,13 +28,14 @@ from deepinfer.model.numerics import Numerics
 from deepinfer.model.tensors import Group
 from deepinfer.model.weights import CheckpointError, CheckpointReader
 
-WEIGHT_FORMS = ("auto", "packed", "wide", "stored")
+WEIGHT_FORMS = ("auto", "packed", "gpu", "wide", "stored")
 
 
 class CheckpointSource:
     """Hands the layers their tensors, one at a time, in the form asked for.
 
-    packed: bfloat16 panels for the CPU kernels, exact. wide: float32 once. stored: FP8, FP4 and BF16 stay as they are
+    packed: bfloat16 panels for the CPU kernels, exact. gpu: FP8 and FP4 in the order and with the factors of the GPU
+    kernels, BF16 as it is (gpu_weights.py). wide: float32 once. stored: FP8, FP4 and BF16 stay as they are
     and are widened at each use (a quarter to an eighth of the memory, and slower). Peak memory is the weights handed
     out so far plus the tensor being read (two more copies of it while it is widened and packed).
     """
@@ -62,15 +65,32 @@ class CheckpointSource:
     def _formed(self, weight: Weight) -> Weight:
         if self._form == "stored":
             return weight
+        if self._form == "gpu":
+            return FoldedWeight.fold(weight.codes, weight.scales) if isinstance(weight, Fp8Weight) else weight
         dense = weight.dense()
         return PackedWeight(pack(dense), dense.shape[0]) if self._form == "packed" else DenseWeight(dense)
 
     def matrix(self, name: str) -> Weight:
         return self._formed(self._stored(name))
 
-    def grouped(self, name: str, groups: int) -> list[Weight]:
+    def stacked(self, names: Sequence[str]) -> tuple[StackedWeight | None, list[Weight]]:
+        parts = [self.matrix(name) for name in names]
+        folded = [part for part in parts if isinstance(part, FoldedWeight)]
+        if len(folded) < len(parts):
+            return None, parts
+        stacked = StackedWeight.stack(folded)
+        return stacked, list(stacked.parts())
+
+    def heads(self, name: str, head_dim: int) -> Weight:
+        weight = self.matrix(name)
+        return SplitHeads.split(weight, head_dim) if isinstance(weight, FoldedWeight) else weight
+
+    def grouped(self, name: str, groups: int, head_dim: int) -> Sequence[Weight]:
+        stored = self._stored(name)
+        if self._form == "gpu" and isinstance(stored, Fp8Weight):
+            return GroupedWeight.group(FoldedWeight.fold(stored.codes, stored.scales), groups, head_dim)
         # .dense() once: FP8 tiles need not end where a group ends
-        rows = self._stored(name).dense().unflatten(0, (groups, -1))
+        rows = stored.dense().unflatten(0, (groups, -1))
         if self._form == "stored":  # exact in bfloat16, twice the stored bytes
             return [DenseWeight(part.to(torch.bfloat16)) for part in rows]
         return [self._formed(DenseWeight(part)) for part in rows]
@@ -79,6 +99,8 @@ class CheckpointSource:
         names = [f"{prefix}.experts.{number}" for number in range(count)] + [f"{prefix}.shared_experts"]
         if self._form == "packed":
             return self._packed_experts(names)
+        if self._form == "gpu" and self._reader.spec(f"{names[0]}.w1.weight").dtype == "I8":
+            return self._shuffled_experts(names)
         bank = [(self.matrix(f"{n}.w1"), self.matrix(f"{n}.w3"), self.matrix(f"{n}.w2")) for n in names]
         return LooseExperts(bank[:-1], bank[-1])
 
@@ -93,6 +115,21 @@ class CheckpointSource:
             up[number, half:] = pack(self._stored(f"{name}.w3").dense())
             down[number] = pack(self._stored(f"{name}.w2").dense())
         return PackedExperts(up, down)
+
+    def _shuffled_experts(self, names: list[str]) -> Experts:
+        """One expert at a time: beside the bank there is never more than one as it is stored."""
+        from deepinfer.kernels.triton.experts_layout import ShuffledBank
+
+        width, inner = self._reader.spec(f"{names[-1]}.w2.weight").shape
+        bank = ShuffledBank.empty(len(names) - 1, inner, width, self.device)
+        for number, name in enumerate(names[:-1]):
+            stored = [self._stored(f"{name}.{part}") for part in ("w1", "w3", "w2")]
+            gate, up, down = ((part.packed, part.scales) for part in stored if isinstance(part, Fp4Weight))
+            bank.write(number, gate, up, down)
+        stacked, _ = self.stacked((f"{names[-1]}.w1", f"{names[-1]}.w3"))
+        shared_down = self.matrix(f"{names[-1]}.w2")
+        assert stacked is not None and isinstance(shared_down, FoldedWeight)
+        return ShuffledExperts(bank, stacked, shared_down)
 
     def table(self, name: str) -> EngramTable:
         return self._reader.table(name)
@@ -109,8 +146,8 @@ def load_model(
 ) -> DeepseekV41:
     """Check and load the text backbone of a checkpoint directory in the official layout.
 
-    dtype: "float32" (nothing is rounded) or "bfloat16" (the release's numerics). weights:
-    packed, wide or stored (see CheckpointSource); auto: packed where the CPU kernels run, else wide. drafts: with the
+    dtype: "float32" (nothing is rounded) or "bfloat16" (the release's numerics). weights: packed, gpu, wide or stored
+    (see CheckpointSource); auto: packed where the CPU kernels run, gpu where those of a GPU do, else wide. drafts: with the
     draft model, which is a CheckpointError where the checkpoint has none.
     Raises ConfigError, CheckpointError (before any tensor is read, everything wrong in one message; NaN and Inf while
     reading), ValueError for an unknown dtype or form, FileNotFoundError without tokenizer.json.

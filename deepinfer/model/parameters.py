@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.gpu_weights import StackedWeight
 from deepinfer.kernels.weights import Experts, Weight
 
 
@@ -39,8 +41,16 @@ class WeightSource(Protocol):
         """The matrix `<name>.weight`, in the form that the load options ask for."""
         ...
 
-    def grouped(self, name: str, groups: int) -> list[Weight]:
-        """The matrix `<name>.weight` cut into `groups` equal runs of rows."""
+    def stacked(self, names: Sequence[str]) -> tuple[StackedWeight | None, list[Weight]]:
+        """Matrices `<name>.weight` over one input: all of them as one, where they are held so, and each."""
+        ...
+
+    def heads(self, name: str, head_dim: int) -> Weight:
+        """The matrix `<name>.weight` whose outputs are heads of head_dim."""
+        ...
+
+    def grouped(self, name: str, groups: int, head_dim: int) -> Sequence[Weight]:
+        """The matrix `<name>.weight` cut into `groups` equal runs of rows. Its inputs are heads of head_dim."""
         ...
 
     def experts(self, prefix: str, count: int) -> Experts:
