@@ -1,4 +1,4 @@
-"""`deepinfer bench`: load on a running server."""
+"""`deepinfer bench`: load on a running server, or one rank of a deployment alone on its device."""
 
 import asyncio
 import json
@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from deepinfer.bench.load import Load, Record
+    from deepinfer.bench.rank_share import RankShare
     from deepinfer.bench.workload import Prompt
     from deepinfer.client import Connection, Exposition
 
 LOAD = "Load"
 REQUESTS = "Requests"
 BOUNDS = "Bounds"
+RANK = "One rank, without a server (--rank-share)"
 ADVICE = (
     "server: bench measures a server that runs, and starts none. Start one with `deepinfer serve --model nano`, "
-    "then say `deepinfer bench --server http://127.0.0.1:8000`"
+    "then say `deepinfer bench --server http://127.0.0.1:8000`. Or measure one rank of a deployment, without a server "
+    "and without weights: `deepinfer bench --preset flash --rank-share ep=8`"
 )
 FAILED = 1  # exit code: some requests were not answered
 
@@ -76,8 +79,56 @@ def bench(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     debug: options.Debug = False,
+    rank_share: Annotated[
+        str | None,
+        typer.Option(metavar="ep=N", help="One of N expert-parallel ranks, random weights.", rich_help_panel=RANK),
+    ] = None,
+    preset: Annotated[str, typer.Option(help="`flash`: the released shapes; `tiny`.", rich_help_panel=RANK)] = "flash",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="The first N layers only. Default: all.", rich_help_panel=RANK)
+    ] = None,
+    seqs: Annotated[int, typer.Option(min=1, help="Sequences that decode.", rich_help_panel=RANK)] = 64,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.", rich_help_panel=RANK)] = 32_768,
+    nextn: Annotated[int, typer.Option(min=0, help="Drafts of a step and sequence.", rich_help_panel=RANK)] = 5,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=0, help="Tokens of the prompt that is timed; 0: none.", rich_help_panel=RANK)
+    ] = 32_768,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Decode steps; the figure is the median.", rich_help_panel=RANK)
+    ] = 20,
+    engram_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Rows per column of the Engram tables. Default: 100000 for flash.", rich_help_panel=RANK
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=RANK)] = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.", rich_help_panel=RANK)] = "bfloat16",
 ) -> None:
-    """Measures TTFT, TBT and throughput as clients see them. Exit code 1 if a request was not answered."""
+    """Measures TTFT, TBT and throughput as clients see them. Exit code 1 if a request was not answered.
+
+    With --rank-share instead: how long a decode step and a prefill of one rank take, beside what they could take.
+    """
+    if rank_share is not None:
+        if server is not None:
+            raise ValueError("rank_share: measures this machine's device, not a server; leave out --server")
+        from deepinfer.bench.rank_share import RankShare
+
+        share = RankShare(
+            preset=preset,
+            ep=parse_ranks(rank_share),
+            layers=layers,
+            sequences=seqs,
+            context=context,
+            nextn=nextn,
+            prefill_chunk=prefill_chunk,
+            steps=steps,
+            engram_rows=engram_rows,
+            dtype=dtype,
+            seed=seed,
+        )
+        _measure_rank(share, device, json_file, quiet)
+        return
     if server is None:
         raise ValueError(ADVICE)
     if rate is not None and not 0 < rate <= 100_000:
@@ -116,6 +167,28 @@ def bench(
     }
     chosen = drawn(read(prompts), requests, seed)
     raise typer.Exit(asyncio.run(_measure(load, model, chosen, warmup, setting, json_file, quiet)))
+
+
+def parse_ranks(text: str) -> int:
+    """8 of "ep=8". ValueError for anything else."""
+    name, _, number = text.partition("=")
+    if name != "ep" or not number.isascii() or not number.isdigit() or int(number) < 1:
+        raise ValueError(f"rank_share: must be ep=N with a number of ranks, as ep=8, got {text!r}")
+    return int(number)
+
+
+def _measure_rank(share: "RankShare", device: str, json_file: Path | None, quiet: bool) -> None:
+    from deepinfer.bench.rank_share_run import measure, report
+    from deepinfer.kernels.device import resolve_device
+
+    def tell(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    result = measure(share, resolve_device(device), tell)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(report(result))
 
 
 async def _measure(

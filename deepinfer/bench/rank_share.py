@@ -1,0 +1,298 @@
+"""One rank of an expert-parallel deployment, alone on its device, without a checkpoint: what is built to be measured.
+
+A rank of EP-N holds 1/N of the routed experts and everything else whole, and serves sequences of its own. Its experts
+get the tokens of all ranks, on average as many as its own tokens have slots. So a model with 1/N of the experts, all of
+whose slots land on them, does one rank's work: the same bytes and operations, at the same shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.cache.blocks import blocks_for
+from deepinfer.cache.edits import OpenSlot, SetLength
+from deepinfer.cache.formats import lookback
+from deepinfer.cache.manager import CacheManager
+from deepinfer.cache.storage import CacheStorage
+from deepinfer.config import BLOCK_SIZE, KV_FORMATS, VERIFY_ROWS
+from deepinfer.engine.graphs import PaddedStep
+from deepinfer.engine.plan import Admission, StepPlan
+from deepinfer.engine.runner import ModelRunner
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.kernels.select import step_threads
+from deepinfer.model.backbone import DeepseekV41
+from deepinfer.model.batch import Batch
+from deepinfer.model.config import ModelConfig
+from deepinfer.model.presets import preset
+from deepinfer.model.random_source import random_model
+from deepinfer.speculation.propose import DraftModelDrafter
+
+SMALL_TABLES = 100_000  # rows per hash column of the released shape's Engram tables: 0.6 GiB a table, not 94
+FILL_ROWS = 1 << 16  # records that are made at once: 65,536 x 512 float32 = 134 MB
+
+LEFT_OUT = (
+    "network: dispatch and combine between ranks do not happen, nor do their buffers",
+    "imbalance: every token's slots land here; a real rank gets more or less, and waits for the fullest one",
+    "router: it scores the experts of this rank only (1/N of its matrix)",
+    "Engram tables are much smaller than the released ones, so the host's caches and page tables serve them better",
+    "random weights and records: nothing is said about acceptance, and rows choose unrelated entries",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """What is built and measured. Raises ValueError naming the field."""
+
+    preset: str = "flash"
+    ep: int = 8
+    layers: int | None = None
+    sequences: int = 64
+    context: int = 32_768  # tokens of each sequence before the first step
+    nextn: int = 5
+    prefill_chunk: int = 32_768  # 0 = no prefill is measured
+    keep_tokens: int = 140
+    steps: int = 20  # decode steps whose median is the figure
+    engram_rows: int | None = None  # per hash column, where the prime search starts; None = small ones
+    dtype: str = "bfloat16"
+    kv_format: str | None = None  # None: the densest that the device reads
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("ep", 1),
+            ("sequences", 1),
+            ("context", 1),
+            ("nextn", 0),
+            ("prefill_chunk", 0),
+            ("steps", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: must be at least {least}, got {getattr(self, name)}")
+
+    def config(self) -> ModelConfig:
+        """The model of one rank. ValueError where the experts cannot be shared among so many."""
+        whole = preset(self.preset)
+        if whole.n_routed_experts % self.ep:
+            raise ValueError(
+                f"ep: {whole.n_routed_experts} experts cannot be shared evenly among {self.ep} ranks; use a divisor"
+            )
+        rows = self.engram_rows or (SMALL_TABLES if self.preset == "flash" else None)
+        config = preset(self.preset, layers=self.layers, drafts=self.nextn > 0, engram_vocab_size=rows)
+        if self.nextn > config.dspark_block_size:
+            raise ValueError(
+                f"nextn: {self.nextn} is more than the {config.dspark_block_size} that are drafted at once"
+            )
+        for count, used in (
+            (config.n_routed_experts, config.num_experts_per_tok),
+            (config.dspark_n_routed_experts, config.dspark_num_experts_per_tok),
+        ):
+            if count // self.ep < used:
+                raise ValueError(
+                    f"ep: {self.ep} ranks leave {count // self.ep} experts each, a token uses {used} different ones"
+                )
+        return dataclasses.replace(
+            config,
+            n_routed_experts=config.n_routed_experts // self.ep,
+            dspark_n_routed_experts=config.dspark_n_routed_experts // self.ep,
+        )
+
+
+class OneSize:
+    """The forward pass: steps that fit the one padded size run padded (on a GPU as a graph), others as they come."""
+
+    def __init__(self, model: DeepseekV41, storage: CacheStorage, rows: int, longest: int) -> None:
+        self.device = model.device
+        self._model, self._step = model, PaddedStep(model, storage, rows, longest)
+
+    def capture(self) -> None:
+        with torch.inference_mode():
+            self._step.capture(None)
+
+    def forward(self, batch: Batch, storage: CacheStorage) -> Tensor:
+        fits = self._step.rows.rows == batch.num_rows and self._step.rows.holds(batch)
+        return self._step.run(batch) if fits else self._model.forward(batch, storage)
+
+
+class Rank:
+    """Model, cache and runner of one rank, with `sequences` open that have `context` tokens each."""
+
+    def __init__(self, share: RankShare, device: torch.device) -> None:
+        self.share, self.device = share, device
+        self.config = share.config()
+        self.model = random_model(
+            self.config, device=device, seed=share.seed, dtype=share.dtype, drafts=self.config.num_drafts > 0
+        )
+        rows = share.sequences * (1 + share.nextn)
+        grown = share.context + 1 + (share.steps + 10) * (1 + share.nextn)  # tokens at the end of all steps, and more
+        most = max(grown, share.prefill_chunk) + VERIFY_ROWS
+        if most > self.config.max_position_embeddings:
+            raise ValueError(
+                f"context: the model reads {self.config.max_position_embeddings} tokens, {most} are needed"
+            )
+        self.num_blocks = max(share.sequences * blocks_for(grown), blocks_for(share.prefill_chunk + 1))
+        self.kv_format = share.kv_format or densest_format(device, share.dtype)
+        self.storage = CacheStorage.for_model(
+            self.model,
+            max_num_seqs=share.sequences,
+            num_blocks=self.num_blocks,
+            drafts=share.nextn,
+            kv_format=self.kv_format,
+            padded_rows=max(rows, share.prefill_chunk),
+        )
+        self.manager = CacheManager(
+            max_num_seqs=share.sequences,
+            num_blocks=self.num_blocks,
+            table_width=self.storage.tables.shape[1],
+            window=self.config.sliding_window,
+            num_layers=self.config.num_hidden_layers,
+            lookback=lookback(self.config),
+        )
+        self._random = torch.Generator(device).manual_seed(share.seed)
+        fill_records(self.storage, self._random)
+        self.forward = OneSize(self.model, self.storage, rows, most)
+        drafter = None
+        if self.model.draft is not None:
+            drafter = DraftModelDrafter(self.model.draft, self.storage, share.nextn)
+        self.runner = ModelRunner(
+            self.forward,
+            self.storage,
+            max_num_seqs=share.sequences,
+            max_model_len=most,
+            vocab_size=self.config.vocab_size,
+            drafter=drafter,
+            drafts=share.nextn,
+            threads=partial(step_threads, device, self.model.numerics.dtype),
+        )
+        self._slots = np.arange(share.sequences)
+        self._number = 0
+        self._grown = grown
+
+    # -- decode ---------------------------------------------------------------------------------------------------
+
+    def open_sequences(self) -> None:
+        """All slots hold a sequence whose context counts as written, and know their newest token."""
+        share = self.share
+        for _ in self._slots:
+            self.manager.reserve(self.manager.open(), self._grown)
+        self.storage.apply(self.manager.take_edits())
+        ids = self._tokens(share.sequences, share.context + 1)
+        back = min(lookback(self.config), share.context)
+        written = [
+            SetLength(slot, share.context, tuple(ids[slot, share.context - back : share.context].tolist()))
+            for slot in self._slots.tolist()
+        ]
+        greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+        admissions = [
+            Admission(slot, ids[slot].astype(np.int32), share.context + 1, greedy, slot)
+            for slot in self._slots.tolist()
+        ]
+        self.storage.apply(written)
+        self.runner.run(self._plan(admissions))
+
+    def decode_step(self) -> tuple[int, int]:
+        """One step of the engine over all sequences -> rows that it computed, tokens that it gave."""
+        result = self.runner.run(self._plan([]))
+        verified = 0 if result.num_verified is None else int(result.num_verified.sum())
+        return len(self._slots) + verified, len(result.token_ids)
+
+    def close_sequences(self) -> None:
+        for slot in self._slots.tolist():
+            self.manager.close(slot)
+        self.storage.apply([OpenSlot(slot) for slot in self._slots.tolist()])
+
+    def _plan(self, admissions: list[Admission]) -> StepPlan:
+        slots, count = self._slots, len(self._slots)
+        none, rows = np.zeros(count, np.int64), np.full(count, 1 + self.share.nextn)
+        self._number += 1
+        return StepPlan(
+            number=self._number,
+            edits=[],
+            admissions=admissions,
+            slots=slots,
+            starts=self.storage.lengths(slots),
+            lengths=rows if self.share.nextn else none + 1,
+            num_logits=rows if self.share.nextn else none + 1,
+            window_floors=none,
+            write_from=none,
+            keep_from=none,
+            draw_slots=slots,
+            draw_rows=none,
+            draw_epochs=none,
+            num_decodes=count,
+            draft_caps=np.full(count, self.share.nextn),
+            propose=self.share.nextn > 0,
+        )
+
+    # -- prefill --------------------------------------------------------------------------------------------------
+
+    def prefill_batch(self, narrowed: bool) -> Batch:
+        """A prompt of `prefill_chunk` tokens in one chunk of a fresh sequence in slot 0. Close what is open before."""
+        size = self.share.prefill_chunk
+        slot = self.manager.open()
+        self.manager.reserve(slot, size + 1)
+        self.storage.apply(self.manager.take_edits())
+        keep = max(0, size - self.share.keep_tokens) if narrowed else 0
+        return Batch.from_arrays(
+            slots=np.array([slot]),
+            starts=np.zeros(1),
+            lengths=np.array([size]),
+            num_logits=np.ones(1),
+            token_ids=self._tokens(1, size)[0],
+            keep_from=np.array([keep]),
+            device=self.device,
+        )
+
+    def prefill(self, batch: Batch) -> Tensor:
+        """Computes the prompt, from its beginning each time."""
+        self.storage.apply([SetLength(int(batch.chunk_slots[0]), 0, ())])
+        with torch.inference_mode():
+            return self.forward.forward(batch, self.storage)
+
+    def end_prefill(self, batch: Batch) -> None:
+        slot = int(batch.chunk_slots[0])
+        self.manager.close(slot)
+        self.storage.apply([OpenSlot(slot)])
+
+    def _tokens(self, count: int, length: int) -> np.ndarray:
+        """Random ordinary tokens, int64 [count, length]: the control tokens stand at both ends of the vocabulary."""
+        random = np.random.default_rng(self.share.seed)
+        return random.integers(3, self.config.vocab_size * 9 // 10, size=(count, length))
+
+    # -- looking in -----------------------------------------------------------------------------------------------
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of the block pools as they are allocated, the null block left out."""
+        total = sum(part.kv.nbytes + part.keys.nbytes for part in self.storage.records.values())
+        return total / ((self.num_blocks + 1) * BLOCK_SIZE)
+
+
+def densest_format(device: torch.device, dtype: str) -> str:
+    """Of the records that this device's kernels read."""
+    if dtype == "float32":
+        return "float32"
+    return "hopper" if device.type == "cuda" and "hopper" in KV_FORMATS else "packed"
+
+
+def fill_records(storage: CacheStorage, random: torch.Generator) -> None:
+    """Every block and every ring of the cache holds records of random values of about size 1."""
+    config, device = storage.config, storage.device
+
+    def values(rows: int, size: int) -> Tensor:
+        return torch.randn(rows, size, generator=random, device=device)
+
+    for records in storage.records.values():
+        for first in range(0, len(records.kv), FILL_ROWS):
+            rows = torch.arange(first, min(first + FILL_ROWS, len(records.kv)), device=device)
+            records.write(rows, values(len(rows), config.head_dim), values(len(rows), config.index_head_dim))
+    windows = storage.windows
+    for layer in range(len(windows.pool)):
+        windows.pool[layer, : windows.staging] = windows.format.encode(values(windows.staging, config.head_dim))
+    for rows in storage.open_rows.rows.values():
+        rows.normal_(generator=random)

@@ -1,0 +1,112 @@
+"""A rank of a small model on a CPU: it does the steps that it says, and what it tells can be published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepinfer.bench.rank_share import Rank, RankShare
+from deepinfer.bench.rank_share_run import accepted_rates
+from deepinfer.cli import main
+
+CPU = torch.device("cpu")
+SMALL = {"preset": "tiny", "ep": 2, "layers": 5, "sequences": 3, "context": 100, "steps": 2, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rank") / "rank.json"
+    asked = ["--preset", "tiny", "--rank-share", "ep=2", "--layers", "5", "--seqs", "3", "--context", "100"]
+    asked += ["--prefill-chunk", "150", "--steps", "2", "--device", "cpu", "--dtype", "float32", "-q"]
+    main_or_exit(["bench", *asked, "--json", str(file)])
+    return file
+
+
+def main_or_exit(arguments: list[str]) -> None:
+    try:
+        main(arguments)
+    except SystemExit as left:
+        assert left.code == 0
+
+
+def test_what_is_told(result: Path) -> None:
+    told = json.loads(result.read_text())
+    assert told["experts"] == 8 and told["layers"] == 5
+    decode = told["decode"]
+    assert decode["rows"] == 3 * 6, "all drafts are verified"
+    assert decode["floor_ms"] == pytest.approx(sum(p["ms"] for p in decode["floor_parts"].values()), rel=0.01)
+    assert decode["of_floor"] == pytest.approx(decode["step_ms"] / decode["floor_ms"], rel=0.02)
+    assert 1 <= decode["random_accept_length"] <= 6
+    assert {p["narrowed"] for p in told["prefill"]} == {True, False}
+    assert all(p["tokens_per_s"] == pytest.approx(150e3 / p["ms"], rel=0.01) for p in told["prefill"])
+    # 128 values of 4 bytes and 64 of an index key: sources 1 and 3 keep half an entry a token, source 4 a whole one
+    assert told["kv"]["bytes_per_token"] == pytest.approx((128 + 64) * 4 * 2)
+    assert any("network" in line for line in told["left_out"])
+    assert str(result.parent) not in result.read_text()
+
+
+def test_rates_by_accept_length() -> None:
+    share = RankShare(sequences=64, nextn=5)
+    assert accepted_rates(share, 0.02) == {"1": 3200.0, "2.5": 8000.0, "3.2": 10240.0, "all": 19200.0}
+    assert accepted_rates(RankShare(sequences=64, nextn=0), 0.02) == {"1": 3200.0, "all": 3200.0}
+
+
+def test_one_rank_of_the_released_model() -> None:
+    config = RankShare().config()
+    assert (config.n_routed_experts, config.dspark_n_routed_experts, config.num_hidden_layers) == (48, 16, 40)
+    assert config.num_experts_per_tok == 6 and config.num_drafts == 3
+    assert all(rows < 3e6 for rows in config.engram_num_embeddings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ep": 7}, "evenly among 7"),
+        ({"ep": 128}, "3 experts each, a token uses 6"),
+        ({"nextn": 6}, "more than the 5"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(fields: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RankShare(**fields).config()  # type: ignore[arg-type]
+
+
+def test_settings_out_of_range() -> None:
+    with pytest.raises(ValueError, match="sequences: must be at least 1"):
+        RankShare(sequences=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rank-share", "8"), "must be ep=N"),
+        (("--rank-share", "ep=0"), "must be ep=N"),
+        (("--rank-share", "ep=2", "--server", "http://127.0.0.1:1"), "leave out --server"),
+    ],
+)
+def test_refusals_of_the_command(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", *arguments])
+    assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_steps_without_drafts_and_a_packed_cache() -> None:
+    """bfloat16 with the release's records: random ones are read, and nothing that is not finite comes out."""
+    share = RankShare(**{**SMALL, "nextn": 0, "dtype": "bfloat16", "prefill_chunk": 40})  # type: ignore[arg-type]
+    rank = Rank(share, CPU)
+    assert rank.kv_format == "packed"
+    rank.open_sequences()
+    before = rank.storage.lengths(rank._slots).copy()
+    assert rank.decode_step() == (3, 3)
+    assert (rank.storage.lengths(rank._slots) == before + 1).all()
+    rank.close_sequences()
+    for narrowed in (True, False):
+        batch = rank.prefill_batch(narrowed)
+        first, again = rank.prefill(batch), rank.prefill(batch)
+        assert torch.equal(first, again)
+        assert torch.isfinite(first).all() and first.std() > 0.1
+        rank.end_prefill(batch)
+    rank.manager.check_integrity()
