@@ -1,8 +1,9 @@
 """Compiles what the modules named on the command line list, for sm_90 and without a GPU; prints JSON. Run as a script,
 without TRITON_INTERPRET: `test_triton_compile.py` does.
 
-Each module has CASES: name -> function that calls an operation on meta tensors. Result: {module: {case: [kernel, ...]}}
-with a kernel's name, registers, stack and shared bytes, and whether its PTX has wgmma; or {case: "what went wrong"}.
+Each module has CASES: name -> function that calls an operation on meta tensors. Result: {module: {"cases": {case:
+[kernel, ...]}, "wgmma": ..., "stack": ...}} with a kernel's name, registers, stack and shared bytes, and whether its
+PTX has wgmma, or "what went wrong" in place of kernels; and what the module says of its cases (WGMMA, STACK).
 """
 
 from __future__ import annotations
@@ -68,12 +69,16 @@ def compiled_case(job: tuple[str, str]) -> tuple[str, str, Any]:
 
 
 def main(modules: list[str]) -> None:
-    jobs = [(module, case) for module in modules for case in importlib.import_module(module).CASES]
-    report: dict[str, dict[str, Any]] = {module: {} for module in modules}
+    report: dict[str, dict[str, Any]] = {}
+    for module in modules:
+        found = importlib.import_module(module)
+        wgmma, stack = sorted(getattr(found, "WGMMA", ())), getattr(found, "STACK", {})
+        report[module] = {"cases": dict.fromkeys(found.CASES), "wgmma": wgmma, "stack": stack}
+    jobs = [(module, case) for module in modules for case in report[module]["cases"]]
     # The compiler runs in the process itself: children side by side, forked after the slow imports.
     with multiprocessing.get_context("fork").Pool(min(4, os.cpu_count() or 1)) as pool:
-        for module, case, found in pool.imap_unordered(compiled_case, jobs, chunksize=1):
-            report[module][case] = found
+        for module, case, kernels in pool.imap_unordered(compiled_case, jobs, chunksize=1):
+            report[module]["cases"][case] = kernels
     print(json.dumps(report))
 
 
