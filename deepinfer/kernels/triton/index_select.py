@@ -1,0 +1,182 @@
+"""Exact choice of the best entries, and of the candidate blocks, from scores and the maxima of their blocks.
+
+Ties go to the lower position, as in kernels/reference/selection.py. The choice goes down a pyramid of maxima over 512,
+64 and 8 entries, and keeps k blocks at every level, the lower one where two are equal. Nothing is lost: were a chosen
+entry in a block that is not kept, the k kept ones would hold k entries that are better, or equal and lower. So every
+level looks at 8 k values at most, all in registers, whatever the scores are; no buffer can overflow.
+
+Inside a level: the k-th largest value by narrowing an interval of integers that are ordered like the scores (two counts
+a round; it ends as soon as exactly k values lie above its lower end), then one running sum that gives every winner its
+place. Positions come out ascending.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.triton.index_plan import PASS, PLACE, SEEN, UNIT, VISIBLE, IndexPlan
+from deepinfer.kernels.triton.runtime import launch
+
+_UNIT = tl.constexpr(UNIT)
+BLOCK_ENTRIES = 8
+_LOWEST = tl.constexpr(-2139095041)  # order key of -inf: not selectable
+_FIRST = tl.constexpr(2139095040)  # order key of +inf, which a block that is forced in counts as
+
+
+def select_entries(
+    scores: Tensor, plan: IndexPlan, number: int, entries: Tensor, candidates: Tensor | None = None, **meta: int
+) -> None:
+    """Rows of pass `number`: the best `plan.topk` of their scores (`index_scores.score_memory`) -> entries int32
+    [N, topk], ascending, -1 = empty. Also writes the maxima of 64 and 512 entries that it needs.
+
+    candidates int32 [N, blocks]: the scores are those of a gathered plan, and are turned into entries by it.
+    """
+    n, k = entries.shape
+    size = triton.next_power_of_2(8 * k)
+    if plan.offered > 512 * size:
+        raise ValueError(f"the best {k} of {plan.offered} entries: at most {512 * size} are served")
+    launch(
+        _select, (n,), scores, plan.rows, entries, entries if candidates is None else candidates, n, plan.units * UNIT,
+        number, 0 if candidates is None else candidates.stride(0), K=k, SIZE=size, BASE=0, GATHERED=candidates is not None,
+        TOPK=k, **{"num_warps": 8} | meta,
+    )  # fmt: skip
+
+
+def select_candidates(scores: Tensor, plan: IndexPlan, number: int, blocks: Tensor, **meta: int) -> None:
+    """Rows of pass `number`, after `select_entries`: the best blocks of 8 entries -> blocks int32 [N, K], ascending,
+    -1 = empty. A block's score is its best visible entry; the block of the newest one is always among them."""
+    n, k = blocks.shape
+    size = triton.next_power_of_2(8 * k)
+    if plan.offered > 64 * size or k < plan.topk:
+        raise ValueError(f"the best {k} blocks of {plan.offered} entries: at most {64 * size} are served, at least the "
+                         f"best {plan.topk} blocks")
+    launch(
+        _select, (n,), scores, plan.rows, blocks, blocks, n, plan.units * UNIT, number, 0, K=k, SIZE=size, BASE=1,
+        GATHERED=False, TOPK=plan.topk, **{"num_warps": 16} | meta,
+    )  # fmt: skip
+
+
+@triton.jit
+def _order(x):
+    """float32 -> int32 in the same order; -0 = 0, NaN as -inf."""
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where(x == 0.0, 0, key)
+    return tl.where(x == x, key, _LOWEST)
+
+
+@triton.jit
+def _kth(key, low, high, K: tl.constexpr):
+    """key int32 [SIZE]; low: no winner is below. -> the k-th largest (`low` where there are not k) and how many keys
+    are at least that."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    count = tl.sum((key >= low.to(tl.int32)).to(tl.int32), 0)
+    while (count > K) & (low < high):
+        third = (high - low + 2) // 3
+        a, b = low + third, tl.minimum(low + 2 * third, high)
+        # Two counts in one number: there are at most 16,384 keys.
+        both = (key >= a.to(tl.int32)).to(tl.int32) + ((key >= b.to(tl.int32)).to(tl.int32) << 16)
+        both = tl.sum(both, 0)
+        above_a, above_b = both & 0xFFFF, both >> 16
+        if above_b >= K:
+            low, count = b, above_b
+        else:
+            high = b - 1
+            if above_a >= K:
+                low, count = a, above_a
+            else:
+                high = a - 1
+    return low.to(tl.int32), count
+
+
+@triton.jit
+def _pool_maxima(source, target, count, STEP: tl.constexpr, WHOLE: tl.constexpr):
+    """target[i] = max(source[8 i .. 8 i + 7]) for the `count` values of source. WHOLE: all 8 can be read everywhere,
+    with -inf where there is nothing; then loads are wide ones."""
+    for base in range(0, (count + 7) // 8, STEP):
+        i = base + tl.arange(0, STEP)
+        at = i[:, None] * 8 + tl.arange(0, 8)[None, :]
+        there = (i[:, None] * 8 if WHOLE else at) < count
+        values = tl.load(source + at, mask=there, other=float("-inf"))
+        tl.store(target + i, tl.max(values, 1), mask=i * 8 < count)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _select(
+    scores, plan, out, candidates, n, capacity, number, candidate_stride,
+    K: tl.constexpr, SIZE: tl.constexpr, BASE: tl.constexpr, GATHERED: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if tl.load(plan + PASS * n + row) == number:
+        visible = tl.load(plan + VISIBLE * n + row)
+        seen = tl.load(plan + SEEN * n + row)
+        place = tl.load(plan + PLACE * n + row).to(tl.int64) * _UNIT
+        mine = out + row.to(tl.int64) * K
+        rank = tl.arange(0, SIZE // 8)
+        if BASE == 0:
+            total = visible
+            everything = seen <= K
+        else:
+            total = (seen + 7) // 8
+            everything = (total <= K) | (seen <= TOPK)  # of the latter there are no scores
+        if everything:
+            if BASE == 0:
+                total = seen
+            tl.store(mine + rank, tl.where(rank < total, rank, -1), mask=rank < K)
+        else:
+            # Where level l of this row's pyramid begins: scores, then maxima of 8, 64, 512 entries.
+            eights = scores + capacity + place // 8
+            sixty = scores + capacity + capacity // 8 + place // 64
+            top = BASE
+            if (total > SIZE) & (BASE == 0):
+                top = 1
+            if visible > 8 * SIZE:
+                top = 2
+                if BASE == 0:  # candidates come behind it and find these maxima
+                    _pool_maxima(eights, sixty, (visible + 7) // 8, SIZE // 4, True)
+            if (BASE == 0) & (visible > 64 * SIZE):
+                top = 3
+                large = scores + capacity + capacity // 8 + capacity // 64 + place // 512
+                _pool_maxima(sixty, large, (visible + 63) // 64, SIZE // 8, False)
+            i = tl.arange(0, SIZE)
+            low = _LOWEST + 1
+            high = low
+            kept = 0
+            for step in range(0, top - BASE + 1):
+                level = top - step
+                offset = tl.where(level > 0, capacity, 0).to(tl.int64)
+                offset += tl.where(level > 1, capacity // 8, 0) + tl.where(level > 2, capacity // 64, 0)
+                values = scores + offset + (place >> (3 * level))
+                there = ((visible - 1) >> (3 * level)) + 1
+                parent = tl.load(mine + i // 8, mask=(step > 0) & (i < 8 * kept), other=0)
+                index = tl.where(step > 0, parent * 8 + i % 8, i)
+                real = (index < there) & ((step == 0) | (i < 8 * kept))
+                key = _order(tl.load(values + index, mask=real, other=float("-inf")))
+                if BASE == 1:
+                    newest = (visible - 1) >> (3 * level)
+                    key = tl.where(real & (index == newest), _FIRST, key)
+                if step == 0:
+                    high = tl.maximum(tl.max(key, 0), low)
+                low, count = _kth(key, low, high, K)
+                # The winners: all above `low`, and of those equal to it the first ones.
+                above = (key > low).to(tl.int32)
+                level_with = (key == low).to(tl.int32)
+                before = tl.cumsum(above + (level_with << 16), 0)
+                room = K - tl.sum(above, 0)
+                equals = before >> 16
+                wins = (above > 0) | ((level_with > 0) & (equals <= room))
+                place_of = (before & 0xFFFF) + tl.minimum(equals, room) - 1
+                kept = tl.minimum(count, K)
+                if GATHERED & (level == BASE):
+                    block = tl.load(
+                        candidates + row.to(tl.int64) * candidate_stride + index // 8, mask=wins, other=0
+                    )  # fmt: skip
+                    index = block * 8 + index % 8
+                tl.debug_barrier()  # everyone has read the parents
+                tl.store(mine + place_of, index, mask=wins)
+                tl.debug_barrier()
+            tl.store(mine + rank, -1, mask=(rank >= kept) & (rank < K))
