@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.triton.overlap import OVERLAP, prefetch, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import Fp8Rows, to_type
 from deepinfer.kernels.triton.rope import rope_split_
 from deepinfer.kernels.triton.runtime import launch
@@ -75,7 +76,9 @@ def _linear_kernel(
     x, scale, w, factor, out, parts, arrivals, cos, sin, rows, outputs,
     WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
     PROMOTE: tl.constexpr, RAGGED: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr, PARTS_ONLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
+    start_next()
     token_tile, output_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     if HEAD:
@@ -90,6 +93,9 @@ def _linear_kernel(
     steps: tl.constexpr = (WIDTH + DEPTH - 1) // DEPTH
     each: tl.constexpr = (steps + SPLITS - 1) // SPLITS
     first = split * each
+    if AHEAD > 0:  # the first weights are on their way while the kernel before still runs
+        prefetch(w + output.to(tl.int64) * WIDTH + first * DEPTH, AHEAD)
+    wait_for_previous()
     total = _partial_sum(
         x, w, token, output, rows, outputs, first * DEPTH, tl.minimum(each, steps - first),
         WIDTH, DEPTH, TOKENS, OUTPUTS, PROMOTE, RAGGED,
@@ -149,7 +155,7 @@ def arrivals(x: Tensor, count: int) -> Tensor:
 
 def _product(
     rows: Fp8Rows, codes: Tensor, factors: Tensor, tile: Tile, *, promote: bool = True, parts_only: bool = False,
-    turn: tuple[Tensor, Tensor, int] | None = None,
+    turn: tuple[Tensor, Tensor, int] | None = None, ahead: int = 512, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
     """The Triton product. turn: cos, sin and head_dim of heads that leave rotated. -> bf16 [M, N], or with parts_only
     float32 [splits, M, N]."""
@@ -161,6 +167,8 @@ def _product(
     if tile.splits > 1:
         parts = factors.new_empty(tile.splits, count, outputs)
         counters = arrivals(codes, grid[0] * grid[1])
+    ragged = width % tile.depth > 0 or outputs % tile.outputs > 0
+    ahead = 0 if ragged else min(ahead, width // tile.splits // tile.depth * tile.depth)
     launch(
         _linear_kernel,
         grid,
@@ -171,13 +179,15 @@ def _product(
         DEPTH=tile.depth,
         SPLITS=tile.splits,
         PROMOTE=promote,
-        RAGGED=width % tile.depth > 0 or outputs % tile.outputs > 0 or -(-width // tile.depth) % tile.splits > 0,
+        RAGGED=ragged,
         HEAD=head,
         ROPE=cos.shape[-1] if head else 0,
         PARTS_ONLY=parts_only,
+        AHEAD=ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,  # a rotation rounds as the reference does
+        **(OVERLAP if pdl else {}),
     )
     return parts if parts_only else out
 

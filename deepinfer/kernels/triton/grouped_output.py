@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.triton.dense import arrivals
+from deepinfer.kernels.triton.overlap import OVERLAP, prefetch, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import to_type
 from deepinfer.kernels.triton.rope import rope_split_, split_order
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
@@ -124,8 +125,9 @@ def _add_product(stored, values, total, OUTPUTS: tl.constexpr, DEPTH: tl.constex
 def _grouped_kernel(
     o, w, factor, out, parts, arrived, cos, sin, rows,
     RANK: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr, GROUPS: tl.constexpr, ROPE: tl.constexpr,
-    OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+    OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    start_next()
     token_tile, output_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles: tl.constexpr = (RANK + OUTPUTS - 1) // OUTPUTS  # of a group
     group = output_tile // tiles
@@ -137,9 +139,13 @@ def _grouped_kernel(
     each: tl.constexpr = HEADS // SPLITS
     half: tl.constexpr = HEAD // 2
     k = tl.arange(0, DEPTH)
-    w_places = w + (output.to(tl.int64) * (HEADS * HEAD) + split * each * HEAD)[:, None] + k[None, :]
+    w_rows = w + output.to(tl.int64) * (HEADS * HEAD) + split * each * HEAD
+    w_places = w_rows[:, None] + k[None, :]
     o_places = o + (token.to(tl.int64) * (GROUPS * HEADS) + group * HEADS + split * each)[None, :] * HEAD + k[:, None]
     total = tl.zeros((OUTPUTS, TOKENS), dtype=tl.float32)
+    if AHEAD > 0:  # the first weights are on their way while the kernel before still runs
+        prefetch(w_rows, AHEAD)
+    wait_for_previous()
 
     plain: tl.constexpr = half // DEPTH - 1 if ROPE else half // DEPTH  # steps of a half head that nothing turns
     per_half: tl.constexpr = plain if plain > 0 else 1
@@ -187,6 +193,8 @@ def _grouped_kernel(
 
 @triton.jit
 def _widen_kernel(codes, factor, out, width, BLOCK: tl.constexpr):
+    start_next()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < width
@@ -200,12 +208,29 @@ def widen(codes: Tensor, factors: Tensor) -> Tensor:
     rows, width = codes.shape
     out = codes.new_empty(rows, width, dtype=torch.bfloat16)
     block = min(4096, triton.next_power_of_2(width))
-    launch(_widen_kernel, (rows, triton.cdiv(width, block)), codes, factors, out, width, BLOCK=block, num_warps=4)
+    launch(
+        _widen_kernel,
+        (rows, triton.cdiv(width, block)),
+        codes,
+        factors,
+        out,
+        width,
+        BLOCK=block,
+        num_warps=4,
+        **OVERLAP,
+    )
     return out
 
 
 def _launch(
-    o: Tensor, codes: Tensor, factors: Tensor, turn: tuple[Tensor, Tensor] | None, groups: int, tile: Tile
+    o: Tensor,
+    codes: Tensor,
+    factors: Tensor,
+    turn: tuple[Tensor, Tensor] | None,
+    groups: int,
+    tile: Tile,
+    ahead: int = 512,
+    pdl: bool = True,
 ) -> Tensor:
     rows, heads, head_dim = o.shape
     rank = len(codes) // groups
@@ -229,9 +254,11 @@ def _launch(
         TOKENS=tile.tokens,
         DEPTH=tile.depth,
         SPLITS=tile.splits,
+        AHEAD=ahead if rank % tile.outputs == 0 else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,  # a rotation rounds as the reference does
+        **(OVERLAP if pdl else {}),
     )
     return out
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.reference.quant import FP8_GROUP
+from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import Fp8Rows, fold_tile, row_warps, to_type
 from deepinfer.kernels.triton.runtime import launch
 
@@ -16,6 +17,8 @@ _GROUP = tl.constexpr(FP8_GROUP)
 
 @triton.jit
 def _norm_kernel(x, weight, out, stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    start_next()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < WIDTH
@@ -30,9 +33,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x's dtype out."""
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
     launch(
-        _norm_kernel, (rows,), x, weight, out, x.stride(0), eps, WIDTH=width, BLOCK=block, num_warps=row_warps(width)
+        _norm_kernel,
+        (rows,),
+        *(x, weight, out, x.stride(0), eps),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=row_warps(width),
+        **OVERLAP,
     )
     return out
 
@@ -53,6 +61,8 @@ def _query_norms_kernel(
     merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, eps,
     RANK: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    start_next()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = latent.dtype.element_ty
     if tl.program_id(1) == 0:
@@ -109,5 +119,6 @@ def query_norms(
         SPLITS=splits,
         num_warps=4,
         enable_fp_fusion=False,  # a rotation rounds as the reference does
+        **OVERLAP,
     )
     return latent, Fp8Rows(codes, scale), window

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.reference.quant import FP8_GROUP, FP8_MAX, WEIGHT_TILE, e8m0_to_float
+from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
 
 _GROUP = tl.constexpr(FP8_GROUP)
@@ -109,6 +110,8 @@ def fold_tile(v):
 
 @triton.jit
 def _quantize_kernel(x, codes, scale, stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    start_next()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = offsets < WIDTH
@@ -122,6 +125,8 @@ def _quantize_kernel(x, codes, scale, stride, WIDTH: tl.constexpr, GROUPS: tl.co
 def _norm_quantize_kernel(
     x, weight, normed, codes, scale, stride, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
+    start_next()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = offsets < WIDTH
@@ -163,6 +168,7 @@ def quantize_rows(x: Tensor) -> Fp8Rows:
         WIDTH=width,
         GROUPS=_groups(width),
         num_warps=row_warps(width),
+        **OVERLAP,
     )
     return out
 
@@ -178,5 +184,6 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp
         WIDTH=width,
         GROUPS=_groups(width),
         num_warps=row_warps(width),
+        **OVERLAP,
     )
     return normed, out

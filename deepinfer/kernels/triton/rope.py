@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import to_type
 from deepinfer.kernels.triton.runtime import launch
 
@@ -27,6 +28,8 @@ def split_order(head_dim: int) -> Tensor:
 def _split_kernel(
     x, cos, sin, heads, HEAD: tl.constexpr, ROPE: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    start_next()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     pair = tl.arange(0, ROPE)[None, :]
@@ -48,7 +51,7 @@ def rope_split_(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -
     rows, heads, head_dim = x.shape
     grid = (rows, triton.cdiv(heads, _HEADS))
     sizes = {"HEAD": head_dim, "ROPE": cos.shape[-1], "INVERSE": inverse, "BLOCK": _HEADS}
-    launch(_split_kernel, grid, x, cos, sin, heads, **sizes, num_warps=4, enable_fp_fusion=False)
+    launch(_split_kernel, grid, x, cos, sin, heads, **sizes, num_warps=4, enable_fp_fusion=False, **OVERLAP)
     return x
 
 
@@ -56,6 +59,8 @@ def rope_split_(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -
 def _natural_kernel(
     x, out, cos, sin, heads, width, keep, ROPE: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    start_next()
+    wait_for_previous()
     line = tl.program_id(0).to(tl.int64)  # row * heads + head
     row = line // heads
     pair = tl.arange(0, BLOCK)
@@ -86,5 +91,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) ->
         BLOCK=triton.next_power_of_2(width // 2),
         num_warps=1 if width <= 256 else 4,
         enable_fp_fusion=False,
+        **OVERLAP,
     )
     return out
