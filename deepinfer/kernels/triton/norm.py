@@ -29,13 +29,13 @@ def _norm_kernel(x, weight, out, stride, eps, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [N, K] any float dtype (rows contiguous), weight [K] -> x * rsqrt(mean(x^2) + eps) * weight, float32 inside,
-    x's dtype out."""
-    rows, width = x.shape
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    """x [..., K] any float dtype, weight [K] -> x * rsqrt(mean(x^2) + eps) * weight, float32 inside, x's dtype out. Of
+    two dimensions, rows may lie apart."""
+    width, out = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x = x.reshape(-1, width)
     launch(
         _norm_kernel,
-        (rows,),
+        (len(x),),
         *(x, weight, out, x.stride(0), eps),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),

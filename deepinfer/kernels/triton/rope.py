@@ -77,8 +77,9 @@ def _natural_kernel(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Natural order: turns the last rope_dim values of x [N, D] or [N, heads, D], contiguous, D even. cos, sin: float32
-    [N, rope_dim / 2]. A new tensor, the reference's bits."""
+    """Natural order: turns the last rope_dim values of x [N, D] or [N, heads, D], D even. cos, sin: float32 [N,
+    rope_dim / 2]. A new tensor, the reference's bits."""
+    x = x.contiguous()
     width, half = x.shape[-1], cos.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty_like(x)

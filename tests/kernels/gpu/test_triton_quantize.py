@@ -107,6 +107,8 @@ def test_norms_and_the_codes_of_the_rounded_norm(width: int) -> None:
     weight = torch.randn(width, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     expected = reference_norm.rms_norm(x, weight, EPS)
     assert_within_one_step(norm.rms_norm(x, weight, EPS), expected)
+    heads = norm.rms_norm(x.unsqueeze(1), weight, EPS)
+    assert heads.shape == (5, 1, width) and torch.equal(heads.squeeze(1), norm.rms_norm(x, weight, EPS))
     normed, rows = quantize.rms_norm_quantize(x, weight, EPS)
     assert_within_one_step(normed, expected)
     assert_same_rows(rows, normed)
