@@ -1,0 +1,331 @@
+"""Routed experts on Hopper: FP4 weights straight from registers into the tensor core, activations in FP8 or bfloat16.
+
+Weights stand on the M side of the product. Each thread reads 16 bytes (32 weights of one row, one scale), looks four of
+them up at once with a byte permute in a table that holds the scale (`experts_layout.py`), and has the registers that
+wgmma takes. The sum over K is cut in two ways:
+
+- exact sums: a partial sum of 512 of K is added to a float32 sum. The tensor core's FP8 sums keep few bits, so one chain
+  over all of K costs accuracy (2.0e-3 after bfloat16 where this costs 1.67e-3; rounding alone 1.65e-3). The order of all
+  additions is that of K, whatever the tile, so a row's bits do not depend on the batch.
+- chained: one sum over all of K, for many rows, where the additions cost time. Also independent of the tile.
+
+In both, `_settled` makes the sum pass through an (empty) instruction before the next step: the compiler then waits for
+the tensor core, which still reads the registers that the next step's weights are written to. Without it results are
+wrong, silently, at large tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.triton.experts_layout import BLOCK_K, ShuffledMatrix
+from deepinfer.kernels.triton.experts_plan import ExpertPlan
+from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
+from deepinfer.kernels.triton.quantize import Fp8Rows, to_type
+from deepinfer.kernels.triton.runtime import INTERPRET, launch
+
+PROMOTE = 4  # blocks of K whose sum the tensor core keeps, where sums are exact
+
+
+class Tile(NamedTuple):
+    """weight rows x slots of a program, how many blocks of K are on their way, and how it is launched."""
+
+    weights: int
+    rows: int
+    stages: int
+    warps: int
+    registers: int | None = None  # of a thread, at most
+
+
+def block_rows(slots: int, experts: int) -> int:
+    """How many rows a block has where `slots` slots fall on `experts` experts (all of the layer): measured."""
+    mean = slots / experts
+    if mean <= 12:
+        return 16
+    if mean <= 24:
+        return 32
+    return 64 if mean <= 200 else 128
+
+
+def choose_tile(rows: int) -> Tile:
+    """The tile for blocks of `rows` rows."""
+    return Tile(128, rows, 6 if rows <= 32 else 4, 4)
+
+
+@triton.jit
+def _settled(x):
+    """x, float32, once it has been computed: an instruction that does nothing, but needs it."""
+    if INTERPRET:
+        return x
+    return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _weight_values(words, steps, ROWS: tl.constexpr, KERNEL_ORDER: tl.constexpr):
+    """uint8 [ROWS, 64] and [ROWS, 4] (`experts_layout`) -> float32 [ROWS, 128], without the row's factor."""
+    words = words.reshape(ROWS, 16, 4).to(tl.int32)
+    magnitude = tl.join(words & 7, (words >> 4) & 7).reshape(ROWS, 16, 8)
+    sign = tl.join(words >> 7, (words >> 3) & 1).permute(0, 1, 3, 2).reshape(ROWS, 16, 8)
+    large = (2 + (magnitude & 1)).to(tl.float32) * (1 << (magnitude >> 1)).to(tl.float32) * 0.25
+    values = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, large)
+    values = tl.where(sign != 0, -values, values).reshape(ROWS, 4, 32)
+    scale = ((steps.to(tl.int32) + (127 - 5)) << 23).to(tl.float32, bitcast=True)
+    values = values * scale[:, :, None]
+    if KERNEL_ORDER:
+        values = values.reshape(ROWS, 4, 4, 2, 4).permute(0, 2, 3, 1, 4)
+    return values.reshape(ROWS, 128)
+
+
+@triton.jit
+def _weight_codes(words, steps, ROWS: tl.constexpr, KERNEL_ORDER: tl.constexpr):
+    """The same as e4m3 codes, four at a time: 7 instructions for 8 weights."""
+    c = steps.to(tl.int32)
+    # Codes of {0, .5, 1, 1.5} and {2, 3, 4, 6} times 2^(c - 5): 8 more a byte for each power of two, zero stays zero.
+    low = tl.broadcast_to((c * 0x08080800 + 0x14100800)[:, :, None], (ROWS, 4, 16)).reshape(ROWS, 64)
+    high = tl.broadcast_to((c * 0x08080808 + 0x24201C18)[:, :, None], (ROWS, 4, 16)).reshape(ROWS, 64)
+    first, second = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 m, n, a, b, s;
+        and.b32 m, $2, 0x77777777;
+        prmt.b32 a, $3, $7, m;
+        shr.u32 n, m, 16;
+        prmt.b32 b, $3, $7, n;
+        shl.b32 s, $2, 4;
+        lop3.b32 $0, $2, 0x80808080, a, 0xEA;
+        lop3.b32 $1, s, 0x80808080, b, 0xEA;
+        }
+        """,
+        "=r,=r,r,r,r,r,r,r,r,r,r",  # four bytes of the word, four times each of the two tables
+        [words, low, high],
+        dtype=(tl.float8e4nv, tl.float8e4nv),
+        is_pure=True,
+        pack=4,
+    )
+    codes = tl.join(first, second).reshape(ROWS, 4, 4, 4, 2)  # t, w, b, o
+    if KERNEL_ORDER:
+        return codes.permute(0, 2, 4, 1, 3).reshape(ROWS, 128)
+    return codes.permute(0, 1, 2, 4, 3).reshape(ROWS, 128)
+
+
+@triton.jit
+def _step(words, steps, x, total, ROWS: tl.constexpr, WIDE: tl.constexpr, FRESH: tl.constexpr):
+    """total [ROWS, slots] + weights [ROWS, 128] times x [slots, 128]^T; FRESH: without total."""
+    if INTERPRET:
+        product = tl.dot(_weight_values(words, steps, ROWS, not WIDE), tl.trans(x.to(tl.float32)))
+        return product if FRESH else total + product
+    weights = _weight_codes(words, steps, ROWS, not WIDE)
+    if WIDE:
+        weights = weights.to(tl.bfloat16)
+    if FRESH:
+        return _settled(tl.dot(weights, tl.trans(x)))
+    return _settled(tl.dot(weights, tl.trans(x), total))
+
+
+@triton.jit
+def _products(
+    x, places, live, codes, scales, expert, tile, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, PROMOTE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows tile * ROWS .. of an expert's matrix times rows `places` of x -> float32 [ROWS, SLOTS], without factors."""
+    BLOCKS: tl.constexpr = WIDTH // 128
+    row = tl.arange(0, ROWS)
+    first = (expert.to(tl.int64) * (OUTPUTS // 64) + tile * (ROWS // 64)) * BLOCKS  # tile of 64 rows x 128 of K
+    behind = (row // 64) * BLOCKS
+    word_places = (behind * 4096 + (row % 64) * 64)[:, None] + tl.arange(0, 64)[None, :]
+    step_places = (behind * 256 + (row % 64) * 4)[:, None] + tl.arange(0, 4)[None, :]
+    x_places = places[:, None] * WIDTH + tl.arange(0, 128)[None, :]
+    codes += first * 4096
+    scales += first * 256
+    total = tl.zeros((ROWS, SLOTS), tl.float32)
+    part = tl.zeros((ROWS, SLOTS), tl.float32)
+    for k in tl.range(0, BLOCKS, num_stages=STAGES):
+        words = tl.load(codes + k * 4096 + word_places)
+        steps = tl.load(scales + k * 256 + step_places)
+        rows = tl.load(x + (k * 128 + x_places), mask=live[:, None], other=0.0)
+        if PROMOTE == 0:
+            total = _step(words, steps, rows, total, ROWS, WIDE, False)
+        elif PROMOTE == 1:
+            total += _step(words, steps, rows, total, ROWS, WIDE, True)
+        else:
+            part = _step(words, steps, rows, part, ROWS, WIDE, False)
+            if k % PROMOTE == PROMOTE - 1:
+                total += part
+                part = tl.zeros((ROWS, SLOTS), tl.float32)
+    if PROMOTE > 1 and BLOCKS % PROMOTE != 0:
+        total += part
+    return total
+
+
+@triton.jit
+def _up_tile(
+    x, x_scale, codes, scales, factors, out, order, weights, limit, expert, begin, rows, tile, TOPK: tl.constexpr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PROMOTE: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gate and up projection, SwiGLU and routing weight of up to SLOTS slots, ROWS / 2 channels."""
+    inside = tl.arange(0, SLOTS)
+    live = inside < rows
+    slots = tl.load(order + begin + inside, mask=live, other=0)
+    tokens = slots // TOPK
+    sums = _products(
+        x, tokens, live, codes, scales, expert, tile, WIDTH, OUTPUTS, ROWS, SLOTS, PROMOTE, WIDE, STAGES
+    )  # fmt: skip
+    factor = tl.load(factors + expert * OUTPUTS + tile * ROWS + tl.arange(0, ROWS))
+    sums *= factor[:, None]
+    if not WIDE:
+        sums *= tl.load(x_scale + tokens, mask=live, other=0.0)[None, :]
+    # Rows alternate by eight: both of a pair are in one thread.
+    gate, up = tl.split(sums.reshape(ROWS // 16, 2, 8, SLOTS).permute(0, 2, 3, 1))
+    gate = tl.minimum(to_type(gate, tl.bfloat16).to(tl.float32), limit)
+    up = to_type(up, tl.bfloat16).to(tl.float32)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    weight = tl.load(weights + slots, mask=live, other=0.0)
+    act = (gate / (1.0 + tl.exp(-gate)) * up).reshape(ROWS // 2, SLOTS) * weight[None, :]
+    channels = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    where = (begin + inside).to(tl.int64)[:, None] * (OUTPUTS // 2) + channels[None, :]
+    tl.store(out + where, tl.trans(to_type(act, tl.bfloat16)), mask=live[:, None])
+
+
+@triton.jit
+def _down_tile(
+    x, x_scale, codes, scales, factors, out, expert, begin, rows, tile, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, PROMOTE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Down projection of up to SLOTS slots, ROWS channels."""
+    inside = tl.arange(0, SLOTS)
+    live = inside < rows
+    places = begin + inside
+    sums = _products(
+        x, places, live, codes, scales, expert, tile, WIDTH, OUTPUTS, ROWS, SLOTS, PROMOTE, WIDE, STAGES
+    )  # fmt: skip
+    channels = tile * ROWS + tl.arange(0, ROWS)
+    sums *= tl.load(factors + expert * OUTPUTS + channels)[:, None]
+    if not WIDE:
+        sums *= tl.load(x_scale + places, mask=live, other=0.0)[None, :]
+    where = places.to(tl.int64)[:, None] * OUTPUTS + channels[None, :]
+    tl.store(out + where, tl.trans(to_type(sums, tl.bfloat16)), mask=live[:, None])
+
+
+@triton.jit
+def _experts_kernel(
+    x, x_scale, codes, scales, factors, out, blocks, order, weights, limit, TOPK: tl.constexpr, UP: tl.constexpr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PROMOTE: tl.constexpr,
+    WIDE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    start_next()
+    wait_for_previous()
+    block = blocks + tl.program_id(0) // (OUTPUTS // ROWS) * 4
+    tile = tl.program_id(0) % (OUTPUTS // ROWS)
+    expert = tl.load(block)
+    if expert < 0:
+        return
+    begin = tl.load(block + 1)
+    rows = tl.load(block + 2)
+    if HALVES and rows <= SLOTS // 2:  # an expert's last rows: a smaller tile wastes less
+        if UP:
+            _up_tile(
+                x, x_scale, codes, scales, factors, out, order, weights, limit, expert, begin, rows, tile, TOPK, WIDTH,
+                OUTPUTS, ROWS, SLOTS // 2, PROMOTE, WIDE, STAGES,
+            )  # fmt: skip
+        else:
+            _down_tile(
+                x, x_scale, codes, scales, factors, out, expert, begin, rows, tile, WIDTH, OUTPUTS, ROWS, SLOTS // 2,
+                PROMOTE, WIDE, STAGES,
+            )  # fmt: skip
+    else:
+        if UP:
+            _up_tile(
+                x, x_scale, codes, scales, factors, out, order, weights, limit, expert, begin, rows, tile, TOPK, WIDTH,
+                OUTPUTS, ROWS, SLOTS, PROMOTE, WIDE, STAGES,
+            )  # fmt: skip
+        else:
+            _down_tile(
+                x, x_scale, codes, scales, factors, out, expert, begin, rows, tile, WIDTH, OUTPUTS, ROWS, SLOTS,
+                PROMOTE, WIDE, STAGES,
+            )  # fmt: skip
+
+
+def experts_up(
+    x: Fp8Rows | Tensor,
+    plan: ExpertPlan,
+    weights: Tensor,
+    matrix: ShuffledMatrix,
+    limit: float,
+    *,
+    exact: bool = True,
+    tile: Tile | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """SwiGLU of the gate and up projections times the routing weight: bf16 [S, inner] by sorted place.
+
+    x: FP8 rows in kernel order [T, D] (W4A8), or bf16 [T, D] in natural order (W4A16). weights float32 [T, k], matrix
+    [E, 2 inner, D] with paired rows. Places that no slot of an expert here has are not written.
+    """
+    return _launch(x, plan, weights, matrix, limit, exact, tile, out, up=True)
+
+
+def experts_down(
+    x: Fp8Rows | Tensor,
+    plan: ExpertPlan,
+    matrix: ShuffledMatrix,
+    *,
+    exact: bool = True,
+    tile: Tile | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [S, inner] by sorted place (FP8 rows in kernel order, or bf16) times each expert's matrix [E, D, inner] -> bf16
+    [S, D] by sorted place; places that no slot of an expert here has are not written."""
+    return _launch(x, plan, None, matrix, 0.0, exact, tile, out, up=False)
+
+
+def _launch(
+    x: Fp8Rows | Tensor,
+    plan: ExpertPlan,
+    weights: Tensor | None,
+    matrix: ShuffledMatrix,
+    limit: float,
+    exact: bool,
+    tile: Tile | None,
+    out: Tensor | None,
+    up: bool,
+) -> Tensor:
+    wide = isinstance(x, Tensor)
+    values, scale = (x, None) if isinstance(x, Tensor) else (x.codes, x.scale)
+    slots = plan.order.numel()
+    topk = slots // len(values) if up else 1
+    if values.shape[1] != matrix.columns:
+        raise ValueError(f"rows of {values.shape[1]} values for matrices with {matrix.columns} columns")
+    if values.numel() >= 1 << 31:
+        raise ValueError(f"{len(values)} rows of {values.shape[1]} values: places in them must fit 31 bits")
+    tile = choose_tile(plan.block_rows) if tile is None else tile
+    if out is None:
+        out = torch.empty(slots, matrix.rows // 2 if up else matrix.rows, dtype=torch.bfloat16, device=values.device)
+    limited = {} if tile.registers is None else {"maxnreg": tile.registers}
+    launch(
+        _experts_kernel,
+        (len(plan.blocks) * (matrix.rows // tile.weights),),
+        *(values, scale, matrix.codes, matrix.scales, matrix.factors, out, plan.blocks, plan.order, weights, limit),
+        TOPK=topk,
+        UP=up,
+        WIDTH=matrix.columns,
+        OUTPUTS=matrix.rows,
+        ROWS=tile.weights,
+        SLOTS=tile.rows,
+        PROMOTE=PROMOTE if exact else 0,
+        WIDE=wide,
+        HALVES=tile.rows >= 128,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **limited,
+        **OVERLAP,
+    )
+    return out
+
+
+assert BLOCK_K == 128  # what the kernels above count with
