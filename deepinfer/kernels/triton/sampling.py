@@ -1,0 +1,243 @@
+"""From a step's logits to its tokens in a few launches: the laws of `engine/target.py` without the host.
+
+Two stages. Programs over pieces of the vocabulary find the largest logit, the sum of exponentials and, where noise
+decides, the best of logit / temperature + noise; one program a row puts the pieces together. Rows that drop tokens
+(min_p, top_k, top_p) go through `truncation.py` in between. A piece's size depends on the vocabulary alone, and no sum
+of floats depends on the order in which programs end: a row's token does not know its batch.
+
+What is equal to the plain path and what may not be: argmax, ties, masks and random words are equal; temperatures divide
+with the same rounding. Noise is right to a unit in the last place, and what top_p sums to 1e-11; so a token differs
+where two of them are closer than that, about once in ten million draws.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.triton.philox import TARGET, gumbel_pairs
+from deepinfer.kernels.triton.runtime import launch
+
+INFINITY = tl.constexpr(float("inf"))
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the smallest float32
+NOT_A_NUMBER = tl.constexpr(2**31 - 1)  # the key of NaN, above that of infinity
+NO_ID = tl.constexpr(2**31 - 1)
+PIECE = 4096  # ids a program looks at: 16 a thread
+WARPS = 8
+
+
+class RowLaws(NamedTuple):
+    """How rows draw: for each, whose parameters hold; for each slot, the parameters."""
+
+    slots: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows] of the last known token
+    temperature: Tensor  # float32 [slots], 0 = greedy
+    top_k: Tensor  # int64 [slots], 0 = off
+    top_p: Tensor  # float32 [slots], 1 = off
+    log_min_p: Tensor  # float32 [slots], -inf = off: torch's logarithm, so that borders are the plain path's
+    seed_low: Tensor  # int64 [slots], 32 bits each
+    seed_high: Tensor
+
+
+class Sampled(NamedTuple):
+    token_ids: Tensor  # int64 [rows]
+    logprobs: Tensor  # float32 [rows], natural log, from the raw logits
+    valid: Tensor  # bool [rows]; False: no finite largest logit, the token means nothing
+
+
+@triton.jit
+def ordered_key(z):
+    """float32 -> int32 in the same order: -0.0 is 0.0, NaN above all."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(z != z, NOT_A_NUMBER, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def key_value(key):
+    """The float32 of a key; NaN of NaN's."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def masked_logits(z, ids, inside, masks, mask_row, words):
+    """What a constraint leaves of logits: those that may not follow are -inf. A row of which nothing would be left has
+    the smallest float for what may; it makes no other difference, because nothing else is as small."""
+    if mask_row >= 0:
+        word = tl.load(masks + mask_row * words + (ids >> 5), mask=inside, other=0)
+        allowed = ((word >> (ids & 31)) & 1) != 0
+        z = tl.where(allowed, tl.where(z < LOWEST, LOWEST, z), -INFINITY)
+    return z
+
+
+@triton.jit
+def best_of_pieces(keys, ids, row, pieces, PIECES: tl.constexpr):
+    """Key of a row's largest logit and the lowest id that has it, from its pieces'."""
+    at = tl.arange(0, PIECES)
+    inside = at < pieces
+    key = tl.load(keys + row * pieces + at, mask=inside, other=-NOT_A_NUMBER - 1)
+    best = tl.max(key, axis=0)
+    first = tl.load(ids + row * pieces + at, mask=inside, other=NO_ID)
+    return best, tl.min(tl.where(key == best, first, NO_ID), axis=0)
+
+
+@triton.jit
+def tempered(z, best, temperature):
+    """Measured from the row's best, so that a tiny temperature cannot overflow."""
+    return tl.div_rn(z - best, temperature)
+
+
+@triton.jit(do_not_specialize=["vocab", "pieces", "words"])
+def _scan_kernel(
+    logits, masks, mask_rows, keys, ids, tops, sums, stride, vocab, pieces, words,
+    MASKED: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    row, piece = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    at = piece * PIECE + tl.arange(0, PIECE)
+    inside = at < vocab
+    raw = tl.load(logits + row * stride + at, mask=inside, other=-INFINITY)
+    key = ordered_key(raw)
+    best = tl.max(key, axis=0)
+    top = key_value(best)
+    base = tl.where(top == -INFINITY, 0.0, top)
+    out = row * pieces + piece
+    tl.store(tops + out, base)
+    tl.store(sums + out, tl.sum(tl.exp(raw - base), axis=0))
+    if MASKED:
+        key = ordered_key(masked_logits(raw, at, inside, masks, tl.load(mask_rows + row), words))
+        best = tl.max(key, axis=0)
+    tl.store(keys + out, best)
+    tl.store(ids + out, tl.min(tl.where((key == best) & inside, at, NO_ID), axis=0))
+
+
+@triton.jit(do_not_specialize=["vocab", "pieces", "words"])
+def _noise_kernel(
+    logits, masks, mask_rows, slots, positions, temperature, top_k, top_p, log_min_p, seed_low, seed_high,
+    keys, ids, scores, winners, stride, vocab, pieces, words,
+    MASKED: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The best of logit / temperature + noise of a piece, of rows that keep every token."""
+    row, piece = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    slot = tl.load(slots + row)
+    heat = tl.load(temperature + slot)
+    whole = (tl.load(top_k + slot) == 0) & (tl.load(top_p + slot) >= 1) & (tl.load(log_min_p + slot) == -INFINITY)
+    if (heat > 0) & whole:
+        best, _best_id = best_of_pieces(keys, ids, row, pieces, PIECES)
+        top = key_value(best)
+        position = tl.load(positions + row).to(tl.uint32)
+        low, high = tl.load(seed_low + slot).to(tl.uint32), tl.load(seed_high + slot).to(tl.uint32)
+        pairs = piece * (PIECE // 2) + tl.arange(0, PIECE // 2)
+        even, odd = 2 * pairs, 2 * pairs + 1
+        z_even = tl.load(logits + row * stride + even, mask=even < vocab, other=-INFINITY)
+        z_odd = tl.load(logits + row * stride + odd, mask=odd < vocab, other=-INFINITY)
+        if MASKED:
+            mask_row = tl.load(mask_rows + row)
+            z_even = masked_logits(z_even, even, even < vocab, masks, mask_row, words)
+            z_odd = masked_logits(z_odd, odd, odd < vocab, masks, mask_row, words)
+        g_even, g_odd = gumbel_pairs(pairs, position, TARGET, 0, low, high)
+        score = tempered(z_even, top, heat).to(tl.float64) + g_even.to(tl.float64)
+        other = tempered(z_odd, top, heat).to(tl.float64) + g_odd.to(tl.float64)
+        winner = tl.where(other > score, odd, even)
+        score = tl.where(other > score, other, score)
+        highest = tl.max(score, axis=0)
+        out = row * pieces + piece
+        tl.store(scores + out, highest)
+        tl.store(winners + out, tl.min(tl.where(score == highest, winner, NO_ID), axis=0))
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _finish_kernel(
+    logits, slots, temperature, top_k, top_p, log_min_p, keys, ids, tops, sums, scores, winners, chosen,
+    token_ids, logprobs, valid, stride, pieces,
+    DRAWN: tl.constexpr, TRUNCATED: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    best, token = best_of_pieces(keys, ids, row, pieces, PIECES)
+    at = tl.arange(0, PIECES)
+    inside = at < pieces
+    finite = (best < NOT_A_NUMBER) & (tl.abs(key_value(best)) < INFINITY)
+    if DRAWN:
+        slot = tl.load(slots + row)
+        if (tl.load(temperature + slot) > 0) & finite:
+            whole = (
+                (tl.load(top_k + slot) == 0) & (tl.load(top_p + slot) >= 1) & (tl.load(log_min_p + slot) == -INFINITY)
+            )
+            if whole:
+                score = tl.load(scores + row * pieces + at, mask=inside, other=-INFINITY)
+                winner = tl.load(winners + row * pieces + at, mask=inside, other=NO_ID)
+                token = tl.min(tl.where(score == tl.max(score, axis=0), winner, NO_ID), axis=0)
+            elif TRUNCATED:
+                token = tl.load(chosen + row)
+    top = tl.load(tops + row * pieces + at, mask=inside, other=-INFINITY)
+    part = tl.load(sums + row * pieces + at, mask=inside, other=0.0)
+    base = tl.max(top, axis=0)
+    total = tl.sum(tl.where(inside, part * tl.exp(top - base), 0.0), axis=0)
+    tl.store(token_ids + row, token.to(tl.int64))
+    tl.store(logprobs + row, tl.load(logits + row * stride + token) - base - tl.log(total))
+    tl.store(valid + row, finite)
+
+
+def piece_size(vocab: int) -> int:
+    """Ids of one program; at least three programs, so that small vocabularies have seams, too."""
+    return PIECE if vocab >= 8 * PIECE else max(16, triton.next_power_of_2(max(vocab // 4, 1)))
+
+
+def sample(
+    logits: Tensor,
+    laws: RowLaws | None = None,
+    *,
+    drawn: bool = True,
+    truncated: bool = True,
+    masks: Tensor | None = None,
+    mask_rows: Tensor | None = None,
+) -> Sampled:
+    """One token per row of logits float32 [rows, vocab], raw, not changed; rows contiguous, vocab >= 1.
+
+    laws None: all rows are greedy. drawn, truncated: False promises that no row has a temperature, or drops tokens, and
+    saves the launches. masks int32 [n, (vocab + 31) // 32] with mask_rows int64 [rows] (-1 = none): what may follow, as
+    `select.constrain_rows`.
+    """
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and logits.dtype == torch.float32
+    piece = piece_size(vocab)
+    pieces = triton.cdiv(vocab, piece)
+    device, stride = logits.device, logits.stride(0)
+    keys, ids = torch.empty(2, rows, pieces, dtype=torch.int32, device=device)
+    tops, sums = torch.empty(2, rows, pieces, device=device)
+    words = (vocab + 31) // 32
+    constraints = (masks, mask_rows) if masks is not None else (keys, keys)
+    tiles = {"PIECE": piece, "num_warps": WARPS if piece == PIECE else 4}
+    grid, wide = (pieces, rows), triton.next_power_of_2(pieces)
+    launch(
+        _scan_kernel, grid, logits, *constraints, keys, ids, tops, sums, stride, vocab, pieces, words,
+        MASKED=masks is not None, **tiles,
+    )  # fmt: skip
+    out = Sampled(
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(rows, device=device),
+        torch.empty(rows, dtype=torch.bool, device=device),
+    )
+    noisy, cut = laws is not None and drawn, laws is not None and drawn and truncated
+    scores, winners, chosen, parameters = tops, ids, ids, (ids, tops, ids, tops, tops)
+    if noisy:
+        assert laws is not None
+        parameters = (laws.slots, laws.temperature, laws.top_k, laws.top_p, laws.log_min_p)
+        scores, winners = torch.empty(rows, pieces, dtype=torch.float64, device=device), torch.empty_like(ids)
+        launch(
+            _noise_kernel, grid, logits, *constraints, laws.slots, laws.positions, *parameters[1:], laws.seed_low,
+            laws.seed_high, keys, ids, scores, winners, stride, vocab, pieces, words,
+            MASKED=masks is not None, PIECES=wide, **tiles,
+        )  # fmt: skip
+    if cut:
+        from deepinfer.kernels.triton.truncation import draw_truncated
+
+        assert laws is not None
+        chosen = draw_truncated(logits, laws, keys, ids, pieces, masks, mask_rows)
+    launch(
+        _finish_kernel, (rows,), logits, *parameters, keys, ids, tops, sums, scores, winners, chosen, *out, stride,
+        pieces, DRAWN=noisy, TRUNCATED=cut, PIECES=wide, num_warps=1,
+    )  # fmt: skip
+    return out
