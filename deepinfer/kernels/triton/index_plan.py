@@ -1,11 +1,11 @@
 """Which program scores what: the work of an index source, laid out on the device from the rows' positions.
 
 Rows of a chunk that follow each other are scored in groups of up to `width`, which share the loads of their keys. A
-group's keys are cut into units of 128 entries; every unit has a cost, and programs take equal shares of the running sum
-of costs, so they end together whatever the lengths are, and a graph captured for a million entries only works for those
-that there are. Each row gets a place for its scores. Where all rows' scores do not fit into the given memory, groups are
-dealt out to `passes` that use the same memory one after the other; how many passes there can be depends on shapes only,
-and a pass that nobody needs costs an empty launch.
+group's keys are cut into units of 128 entries; every unit has a cost, and programs take equal shares of the running
+sum of costs, so they end together whatever the lengths are, and a graph captured for a million entries only works for
+those that there are. Each row gets a place for its scores. Where all rows' scores do not fit into the given memory,
+groups are dealt out to `passes` that use the same memory one after the other; how many passes there can be depends on
+shapes only, and a pass that nobody needs costs an empty launch.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class IndexPlan:
     gathered: bool
     offered: int
     topk: int
+
+    def field(self, which: tl.constexpr) -> Tensor:
+        """One of the constants above for every row, int32 [N]."""
+        return self.rows[which.value]
 
 
 def plan_rows(

@@ -1,9 +1,9 @@
 """Scores of the lightning indexer (model specification 2.6): sum over heads of w * relu(q . k), and best of every 8.
 
-Keys stand on the M side of the tensor core and come from registers: FP4 words -> e4m3 bytes by PRMT, the groups' scales
-inside the table that it looks up. Queries stand on the N side, their columns ordered so that all 32 heads of a query lie
-in one thread (of four in a quad): relu, weights and the sum over heads need no exchange. A score depends on its own
-query and key alone, and is the same in any company.
+Keys stand on the M side of the tensor core and come from registers: FP4 words -> e4m3 bytes by PRMT, the groups'
+scales inside the table that it looks up. Queries stand on the N side, their columns ordered so that all 32 heads of a
+query lie in one thread (of four in a quad): relu, weights and the sum over heads need no exchange. A score depends on
+its own query and key alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from deepinfer.kernels.triton.index_plan import (
     COST_END,
     COUNT,
     HEADER,
-    PASS,
     PLACE,
     SEEN,
     SLOT,
@@ -30,18 +29,20 @@ from deepinfer.kernels.triton.index_plan import (
 from deepinfer.kernels.triton.runtime import INTERPRET, launch, num_sms
 
 _UNIT = tl.constexpr(UNIT)
-__all__ = ["PASS", "paged_scores", "gathered_scores", "score_memory"]
+_WORDS = tl.constexpr(KEY_BYTES // 4)  # 17 words of 32 bits an entry
 
 
 def score_memory(plan: IndexPlan) -> Tensor:
     """float32 for one pass: scores [units * 128], then their maxima over 8, 64 and 512 entries."""
     entries = plan.units * UNIT
-    return torch.empty(entries + entries // 8 + entries // 64 + entries // 512, dtype=torch.float32, device=plan.rows.device)
+    return torch.empty(
+        entries + entries // 8 + entries // 64 + entries // 512, dtype=torch.float32, device=plan.rows.device
+    )
 
 
 def paged_scores(
-    codes: Tensor, weights: Tensor, pool: Tensor, tables: Tensor, per_block: int, plan: IndexPlan, number: int, out: Tensor,
-    **meta: int,
+    codes: Tensor, weights: Tensor, pool: Tensor, tables: Tensor, per_block: int, plan: IndexPlan, number: int,
+    out: Tensor, **meta: int,
 ) -> None:  # fmt: skip
     """Scores and maxima of 8 of pass `number` into `out` (`score_memory`), -inf for entries that a row does not see."""
     n = codes.shape[0]
@@ -49,7 +50,7 @@ def paged_scores(
     programs = options.pop("programs", 3 if plan.width == 4 else 5)
     launch(
         _paged_scores,
-        (programs * num_sms(codes),),
+        (_programs(programs, codes),),
         codes, weights, pool.view(torch.int32), tables, plan.rows, plan.header, out, n, plan.units * UNIT, number,
         tables.stride(0), PER_BLOCK=per_block, WIDTH=plan.width, BLOCK=min(1024, triton.next_power_of_2(max(n, 16))),
         STAGES=options.pop("num_stages"), **options,
@@ -67,11 +68,15 @@ def gathered_scores(
     programs = options.pop("programs", 5)
     launch(
         _gathered_scores,
-        (programs * num_sms(codes),),
+        (_programs(programs, codes),),
         codes, weights, pool.view(torch.int32), tables, candidates, plan.rows, plan.header, out, n, plan.units * UNIT,
         number, tables.stride(0), candidates.stride(0), PER_BLOCK=per_block,
         BLOCK=min(1024, triton.next_power_of_2(max(n, 16))), STAGES=options.pop("num_stages"), **options,
     )  # fmt: skip
+
+
+def _programs(per_sm: int, x: Tensor) -> int:
+    return 3 if INTERPRET.value else per_sm * num_sms(x)
 
 
 @triton.jit
@@ -217,13 +222,13 @@ def _paged_group(
         entry = tile * KEYS + key
         if KEYS <= PER_BLOCK:
             block = tl.load(table + tile * KEYS // PER_BLOCK, mask=tile * KEYS < most, other=0).to(tl.int64)
-            base = pool + block * (PER_BLOCK * 17)
+            base = pool + block * (PER_BLOCK * _WORDS)
             inside = (tile & (PER_BLOCK // KEYS - 1)) * KEYS
             words = tl.load(base + (inside * 16 + key * 16)[:, None] + word[None, :])
             scales = tl.load(base + PER_BLOCK * 16 + (inside + key)[:, None] + 0 * u[None, :])
         else:
             block = tl.load(table + entry // PER_BLOCK, mask=entry < most, other=0).to(tl.int64)
-            base = pool + block * (PER_BLOCK * 17)
+            base = pool + block * (PER_BLOCK * _WORDS)
             inside = key % PER_BLOCK
             words = tl.load((base + inside * 16)[:, None] + word[None, :])
             scales = tl.load((base + PER_BLOCK * 16 + inside)[:, None] + 0 * u[None, :])
@@ -250,10 +255,7 @@ def _paged_scores(
             units = tl.load(plan + UNITS * n + row)
             behind = tl.load(plan + COST_END * n + row)
             if behind > position:
-                if WIDTH == 4:
-                    cost = tl.where(count > 2, 3, 2)
-                else:
-                    cost = 1
+                cost = 1 if WIDTH == 1 else tl.where(count > 2, 3, 2)
                 zero = behind - units * cost
                 begin = (position - zero + cost - 1) // cost
                 end = tl.minimum((last - zero + cost - 1) // cost, units)
@@ -307,7 +309,7 @@ def _gathered_scores(
                     entry = tl.load(chosen + i // 8, mask=i < offered, other=-1) * 8 + i % 8
                     there = (entry >= 0) & (entry < seen)
                     block = tl.load(table + entry // PER_BLOCK, mask=there, other=0).to(tl.int64)
-                    base = pool + block * (PER_BLOCK * 17)
+                    base = pool + block * (PER_BLOCK * _WORDS)
                     inside = tl.where(there, entry, 0) % PER_BLOCK
                     words = tl.load((base + inside * 16)[:, None] + word[None, :])
                     scales = tl.load((base + PER_BLOCK * 16 + inside)[:, None] + 0 * u[None, :])
@@ -320,6 +322,3 @@ def _gathered_scores(
                     _write(to[:, None] + 0 * u[None, :], best, tl.broadcast_to((u == 0)[None, :], [KEYS // 8, 4]))
                 position = behind
             row += 1
-
-
-POOL_WORDS = KEY_BYTES // 4  # 17 words of 32 bits an entry, in the address arithmetic above

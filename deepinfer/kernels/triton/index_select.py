@@ -12,7 +12,6 @@ place. Positions come out ascending.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,9 +38,9 @@ def select_entries(
     if plan.offered > 512 * size:
         raise ValueError(f"the best {k} of {plan.offered} entries: at most {512 * size} are served")
     launch(
-        _select, (n,), scores, plan.rows, entries, entries if candidates is None else candidates, n, plan.units * UNIT,
-        number, 0 if candidates is None else candidates.stride(0), K=k, SIZE=size, BASE=0, GATHERED=candidates is not None,
-        TOPK=k, **{"num_warps": 8} | meta,
+        _select, (n,), scores, plan.rows, entries, entries if candidates is None else candidates, n,
+        plan.units * UNIT, number, 0 if candidates is None else candidates.stride(0), K=k, SIZE=size, BASE=0,
+        GATHERED=candidates is not None, TOPK=k, **{"num_warps": 8} | meta,
     )  # fmt: skip
 
 
@@ -51,8 +50,10 @@ def select_candidates(scores: Tensor, plan: IndexPlan, number: int, blocks: Tens
     n, k = blocks.shape
     size = triton.next_power_of_2(8 * k)
     if plan.offered > 64 * size or k < plan.topk:
-        raise ValueError(f"the best {k} blocks of {plan.offered} entries: at most {64 * size} are served, at least the "
-                         f"best {plan.topk} blocks")
+        raise ValueError(
+            f"the best {k} blocks of {plan.offered} entries: at most {64 * size} are served, at least the "
+            f"best {plan.topk} blocks"
+        )
     launch(
         _select, (n,), scores, plan.rows, blocks, blocks, n, plan.units * UNIT, number, 0, K=k, SIZE=size, BASE=1,
         GATHERED=False, TOPK=plan.topk, **{"num_warps": 16} | meta,
@@ -146,7 +147,7 @@ def _select(
             low = _LOWEST + 1
             high = low
             kept = 0
-            for step in range(0, top - BASE + 1):
+            for step in range(top - BASE + 1):
                 level = top - step
                 offset = tl.where(level > 0, capacity, 0).to(tl.int64)
                 offset += tl.where(level > 1, capacity // 8, 0) + tl.where(level > 2, capacity // 64, 0)

@@ -1,8 +1,8 @@
 """Lightning indexer on a GPU: from queries and paged keys to the entries that every row of a step attends to.
 
 A step makes one plan per ratio (`plan_step`), and one more for layers that choose inside candidate blocks; all index
-sources use it. Nothing here waits for the device, and shapes depend on shapes alone: a captured graph serves any lengths
-up to `max_entries`. A row's result is the same bits in any company.
+sources use it. Nothing here waits for the device, and shapes depend on shapes alone: a captured graph serves any
+lengths up to `max_entries`. A row's result is the same bits in any company.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def plan_step(
     candidate_blocks: int | None = None,
     score_bytes: int = SCORE_BYTES,
 ) -> StepPlan:
-    """positions, slots, starts int [N] (`starts`: position of the first row of the row's chunk), rows of a chunk next to
-    each other. chunks: chunks that the step has room for. max_entries: no row sees more entries, by the shape of the
+    """positions, slots, starts int [N] (`starts`: position of the first row of the row's chunk), rows of a chunk next
+    to each other. chunks: chunks that the step has room for. max_entries: no row sees more entries, by the shape of the
     tables or because the host knows. candidate_blocks: blocks of 8 that rows choose from, None = from all they see.
+    score_bytes: memory for scores; rows beyond it wait for their turn (`index_plan`).
     """
     return tuple(
         plan_rows(
@@ -70,7 +71,7 @@ def choose_entries(
     publish: int = 0,
     candidates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The best entries of every row -> int32 [N, topk], ascending, -1 = empty; all that it sees where those are no more.
+    """The best entries of every row -> int32 [N, topk], ascending, -1 = empty; all it sees where those are no more.
 
     queries: of `index_queries`, N rows. pool uint8 [pool rows, 68]: keys as `insert_keys` writes them. tables int
     [slots, blocks]: block of every `per_block` entries; blocks behind a sequence's end are not looked at. publish: also
