@@ -59,6 +59,7 @@ class PaddedStep:
         """A step that `rows` holds -> logits float32 [its rows, vocab], good until the next step. ValueError: as
         `CacheStorage.check`."""
         storage = self._storage
+        self._model.tables.check()
         begin_rows(storage, batch, self.rows)
         if self._graph is None:
             self._recalled = self._recall()
@@ -67,8 +68,9 @@ class PaddedStep:
             if storage.windows.pool is not self._pool:
                 raise RuntimeError("the window records have moved since the graphs were captured")
             if self._recalled is not None:
-                for layer, value in (self._recall() or {}).items():
-                    self._recalled[layer].copy_(value)
+                for layer, rows in (self._recall() or {}).items():
+                    for kept, value in zip(self._recalled[layer], rows, strict=True):  # codes and scales
+                        kept.copy_(value)
             self._graph.replay()
             assert self._logits is not None
             logits = self._logits
@@ -79,7 +81,7 @@ class PaddedStep:
         return GraphView(self._storage, self.rows, self._longest)
 
     def _recall(self) -> Memories | None:
-        return self._model.recall(self._view()) if self._model.recalls_on_host else None
+        return None if self._model.tables.capturable else self._model.recall(self._view())
 
     def _pass(self) -> Tensor:
         dead = self.rows.token_ids == self._model.config.image_token_id

@@ -103,5 +103,6 @@ class Attention:
             assert selection.entries is not None
             kv_pool = state.kv_pool(self.kv_source)
             kv_rows = state.selected_rows(self.kv_source, selection.entries)
-        o = select.sparse_attention(q, *window, kv_pool, kv_rows, self.sink, self.scale)
+        split = select.in_split_order(x, self.queries)
+        o = select.sparse_attention(q, *window, kv_pool, kv_rows, self.sink, self.scale, split=split)
         return select.grouped_output(o, self.output, cos, sin)

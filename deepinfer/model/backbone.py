@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from deepinfer.model.batch import Batch, Chunk
 from deepinfer.model.block import Block
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.draft_model import DraftModel
-from deepinfer.model.engram import NgramHash
+from deepinfer.model.engram import NgramHash, table_rows
 from deepinfer.model.hyper import first_stream
 from deepinfer.model.indexer import Selection
 from deepinfer.model.numerics import Numerics
@@ -28,7 +29,7 @@ from deepinfer.model.parameters import WeightSource
 from deepinfer.model.state import CacheView, ModelCache, Rotations, StepBatch, StepState, Trace
 from deepinfer.model.taps import Taps
 
-Memories = dict[int, Tensor]
+Memories = dict[int, Any]  # by layer; see TableRows.take
 
 
 class DeepseekV41:
@@ -41,6 +42,7 @@ class DeepseekV41:
         self.embed = source.embedding("embed")
         self.blocks = [Block(config, source, layer, numerics) for layer in range(config.num_hidden_layers)]
         self._engrams = {block.layer: block.engram for block in self.blocks if block.engram is not None}
+        self.tables = table_rows(self._engrams, config.engram_columns, source.device, numerics.dtype)
         self.norm = source.vector("norm.weight")
         self.head = source.matrix("head")
         self.rotations = Rotations(config)
@@ -83,27 +85,22 @@ class DeepseekV41:
                 self.draft.write_context(main_hidden, taps.view)
         return logits
 
-    @property
-    def recalls_on_host(self) -> bool:
-        """Whether an Engram table lies in the host's memory, so that a pass has to wait for the host."""
-        return any(not engram.table.on_device for engram in self._engrams.values())
-
     def recall(self, view: CacheView) -> Memories:
-        """What the Engram tables hold for the rows of a step, by layer: [N, columns * head_dim] each. Once a step: the
-        view remembers the tokens."""
-        rows = self._engram_rows(view, None)
-        return {layer: self._engrams[layer].memory(own) for layer, own in rows.items()}
+        """What the Engram tables hold for the rows of a step, by layer. Once a step: the view remembers the tokens."""
+        self.tables.start(self._engram_rows(view, None))
+        return {layer: self.tables.take(layer) for layer in self._engrams}
 
     def _hidden(self, batch: StepBatch, state: StepState, memories: Memories | None) -> Tensor:
         """Final normalised hidden states [N, D]: of the kept rows where the step narrows."""
         embedded = F.embedding(batch.token_ids, self.embed).to(self.numerics.dtype)
         stream, pre = first_stream(embedded, self.config.hc_mult)
-        rows = self._engram_rows(state.view, state) if memories is None else {}
+        if memories is None:
+            self.tables.start(self._engram_rows(state.view, state))
         selection = Selection()
         for block in self.blocks:
             layer, memory = block.layer, None
             if layer in self._engrams:
-                memory = self._engrams[layer].memory(rows[layer]) if memories is None else memories[layer]
+                memory = self.tables.take(layer) if memories is None else memories[layer]
             stream, pre = block(stream, pre, memory, state, selection)
             if not len(stream):  # no row of this step goes past the last KV source
                 return stream[:, 0]
@@ -126,4 +123,4 @@ class DeepseekV41:
     def _logits(self, hidden: Tensor) -> Tensor:
         if not len(hidden):
             return torch.empty(0, self.config.vocab_size, device=self.device)
-        return select.project(hidden.float(), self.head, rounded=False)
+        return select.project_wide(hidden, self.head)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from deepinfer.kernels import select
@@ -23,7 +25,7 @@ class Block:
         self.layer, self.prefix = layer, config.layer_prefix(layer)
         prefix = self.prefix
         has_engram = config.engram_index(layer) is not None
-        self.engram = Engram(config, source, prefix, numerics) if has_engram else None
+        self.engram = Engram(config, source, prefix) if has_engram else None
         self.narrows = layer == max(config.kv_source_layer_ids, default=-1)
         self.hc_attn = HyperConnection(config, source, prefix, "attn")
         self.hc_ffn = HyperConnection(config, source, prefix, "ffn")
@@ -31,10 +33,10 @@ class Block:
         self.experts = MixtureOfExperts(config, source, layer, numerics)
 
     def __call__(
-        self, stream: Tensor, pre: Tensor, memory: Tensor | None, state: StepState, selection: Selection
+        self, stream: Tensor, pre: Tensor, memory: Any, state: StepState, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """stream [N, copies, D] and pre [N, copies] (from the sub-layer before) -> the same two for the next block.
-        memory: what Engram's table holds for the rows, where the layer has one.
+        memory: what Engram's table holds for the rows, where the layer has one (else None).
 
         A sub-layer is collapsed with the pre of the one before it; its own pre serves the next one. At the last KV
         source the rows that end there drop out once they have left their keys: the results are those of `state.kept`.

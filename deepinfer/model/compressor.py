@@ -46,8 +46,8 @@ class Compressor:
             rows = state.closing_rows(self.layer)
             x = x if rows is None else x[rows]
             return select.rms_norm(select.project(x, self.wkv, rounded=False), self.norm, self.eps)
-        wide = x.float()  # ratio 2 projects, weighs and pools in float32 whatever the activations are
-        values, gates = (select.project(wide, weight, rounded=False) for weight in (self.wkv, self.wgate))
+        # ratio 2 projects, weighs and pools in float32 whatever the activations are
+        values, gates = (select.project_wide(x, weight) for weight in (self.wkv, self.wgate))
         rows = torch.stack((values, gates), dim=1)  # [N, 2, head_dim]
         first, second = state.close_pairs(self.layer, rows)
         return select.compress_pairs(first, second, self.norm, self.eps, self.numerics.dtype)

@@ -94,7 +94,7 @@ class DraftModel:
         [R, k, vocab]."""
         with self.drafting():
             x = select.rms_norm(hidden[:, :k].flatten(0, 1), self.norm, self.config.rms_norm_eps)
-            return select.project(x.float(), self.head, rounded=False).unflatten(0, (len(hidden), k))
+            return select.project_wide(x, self.head).unflatten(0, (len(hidden), k))
 
     def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]:
         """The token before a draft, int64 [R] -> what it adds to the draft's logits, float32 [R, vocab], and its

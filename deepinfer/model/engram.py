@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,8 +14,7 @@ from torch import Tensor
 from deepinfer.kernels import select
 from deepinfer.kernels.reference.engram import ngram_rows
 from deepinfer.model.config import ConfigError, ModelConfig
-from deepinfer.model.numerics import Numerics
-from deepinfer.model.parameters import WeightSource
+from deepinfer.model.parameters import EngramRows, WeightSource
 
 _SEED_STEP = 10007  # the release seeds layer L's multipliers with 10007 * L
 _KEPT_SPACE = "\ue000"  # private-use stand-in that protects a string of exactly one space from strip
@@ -93,20 +94,65 @@ class NgramHash:
         ]
 
 
+class TableRows(Protocol):
+    """Rows of the Engram tables for a step's tokens; `engram_prefetch.EngramPrefetch` has them on a GPU.
+
+    `start` names them, [N, columns] int64 of every Engram layer; then each layer takes its own, once.
+    """
+
+    @property
+    def capturable(self) -> bool:
+        """Whether both may stand in a CUDA graph."""
+        ...
+
+    def start(self, ids: Mapping[int, Tensor]) -> None: ...
+    def take(self, layer: int) -> Any: ...
+    def check(self) -> None:
+        """Raises what was wrong with rows that were read up to now, if that was not said at once."""
+
+
+class ReadTables:
+    """Rows are read when a layer takes them -> [N, columns * head_dim] in the model's dtype."""
+
+    capturable = False
+
+    def __init__(self, tables: Mapping[int, EngramRows], device: torch.device, dtype: torch.dtype) -> None:
+        self._tables, self._device, self._dtype = tables, device, dtype
+        self._ids: Mapping[int, Tensor] = {}
+
+    def start(self, ids: Mapping[int, Tensor]) -> None:
+        self._ids = ids
+
+    def take(self, layer: int) -> Tensor:
+        return self._tables[layer].rows(self._ids[layer]).to(self._device, self._dtype).flatten(1)
+
+    def check(self) -> None:
+        """Nothing is left to say."""
+
+
+def table_rows(engrams: Mapping[int, Engram], columns: int, device: torch.device, dtype: torch.dtype) -> TableRows:
+    """Engrams by layer -> what their tables are read with: on a GPU by its kernels, where those serve the weights."""
+    tables = {layer: engram.table for layer, engram in engrams.items()}
+    if tables and all(select.folds_rows(engram.wkv, device, dtype) for engram in engrams.values()):
+        from deepinfer.model.engram_prefetch import EngramPrefetch
+        from deepinfer.model.engram_table import EngramTable
+
+        mapped = {layer: table for layer, table in tables.items() if isinstance(table, EngramTable)}
+        return EngramPrefetch(mapped, columns=columns, device=device)
+    return ReadTables(tables, device, dtype)
+
+
 class Engram:
     """The injection before one block. The table stays on disk; everything else is a weight like any other."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, numerics: Numerics) -> None:
-        self.eps, self.dtype, self.device = config.rms_norm_eps, numerics.dtype, source.device
+    def __init__(self, config: ModelConfig, source: WeightSource, prefix: str) -> None:
+        self.eps = config.rms_norm_eps
         self.table = source.table(f"{prefix}.engram.embed")
         self.wkv = source.matrix(f"{prefix}.engram.wkv")
         self.gate_weight = source.vector(f"{prefix}.engram.q_weight") * source.vector(f"{prefix}.engram.k_weight")
 
-    def memory(self, rows: Tensor) -> Tensor:
-        """Table rows int64 [N, columns] -> what stands in them, [N, columns * head_dim]."""
-        return self.table.rows(rows).to(self.device, self.dtype).flatten(1)
-
-    def __call__(self, stream: Tensor, memory: Tensor, dead: Tensor | None) -> Tensor:
-        """stream [N, copies, D], `memory` of its rows, dead bool [N] or None -> stream with the term added."""
-        kv = select.project(memory, self.wkv, rounded=True)  # [N, (copies + 1) * D]
+    def __call__(self, stream: Tensor, memory: Any, dead: Tensor | None) -> Tensor:
+        """stream [N, copies, D], memory (what `TableRows.take` gave), dead bool [N] or None -> stream with the term
+        added."""
+        kv = select.project_memory(memory, self.wkv)  # [N, (copies + 1) * D]
         return select.engram_inject(stream, kv, self.gate_weight, dead, self.eps)

@@ -22,8 +22,6 @@ class EngramTable:
     """Rows of `<prefix>.weight` [num_rows, head_dim] and `<prefix>.scale` [num_rows, head_dim/32], mapped and "
     "never loaded."""
 
-    on_device = False
-
     def __init__(self, prefix: str, codes: StoredTensor, scales: StoredTensor):
         self.prefix = prefix
         self.num_rows, self.head_dim = codes.shape

@@ -147,8 +147,8 @@ def load_model(
     """Check and load the text backbone of a checkpoint directory in the official layout.
 
     dtype: "float32" (nothing is rounded) or "bfloat16" (the release's numerics). weights: packed, gpu, wide or stored
-    (see CheckpointSource); auto: packed where the CPU kernels run, gpu where those of a GPU do, else wide. drafts: with the
-    draft model, which is a CheckpointError where the checkpoint has none.
+    (see CheckpointSource); auto: packed where the CPU kernels run, gpu where those of a GPU do, else wide. drafts:
+    with the draft model, which is a CheckpointError where the checkpoint has none.
     Raises ConfigError, CheckpointError (before any tensor is read, everything wrong in one message; NaN and Inf while
     reading), ValueError for an unknown dtype or form, FileNotFoundError without tokenizer.json.
     """
@@ -160,7 +160,7 @@ def load_model(
         reason = select.explain(torch.device(device), numerics.dtype)
         raise ValueError(f"weights='packed' needs the CPU kernels: {reason}")
     if weights == "auto":
-        weights = "packed" if twins else "wide"
+        weights = "packed" if twins else "gpu" if select.gpu_twins(torch.device(device), numerics.dtype) else "wide"
     tokenizer_file = Path(path) / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise FileNotFoundError(f"{tokenizer_file} is missing: the Engram token map and all text depend on it")

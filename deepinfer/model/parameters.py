@@ -13,10 +13,7 @@ from deepinfer.kernels.weights import Experts, Weight
 
 
 class EngramRows(Protocol):
-    """A table that is read row by row. on_device: without asking the host."""
-
-    @property
-    def on_device(self) -> bool: ...
+    """A table that is read row by row."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """ids int64 [...] -> float32 [..., head_dim]."""

@@ -1,6 +1,7 @@
 """Picks the implementation of an operation by device, dtype and shape. The reference is always there and always right.
 
-The CPU twins (`kernels/cpu`) serve float32 on a CPU where a C++ compiler is found; everything else runs the reference.
+The CPU twins (`kernels/cpu`) serve float32 on a CPU where a C++ compiler is found, the GPU twins (`kernels/triton`)
+bfloat16 on a Hopper GPU with weights in the form "gpu"; everything else runs the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from deepinfer.kernels.select.attention import (
 from deepinfer.kernels.select.backends import (
     cpu_twins,
     explain,
+    gpu_twins,
+    interpreted_gpu,
     reference_only,
     step_threads,
 )
@@ -30,9 +33,13 @@ from deepinfer.kernels.select.places import (
 )
 from deepinfer.kernels.select.projections import (
     apply_rope,
+    folds_rows,
     grouped_output,
+    in_split_order,
     project,
     project_groups,
+    project_memory,
+    project_wide,
     query_and_window,
     rms_norm,
     window_latents,
@@ -63,16 +70,22 @@ __all__ = [
     "entry_rows",
     "expert_sum",
     "explain",
+    "folds_rows",
+    "gpu_twins",
     "grouped_output",
     "hyper_collapse",
     "hyper_collapse_norm",
     "hyper_expand",
     "hyper_step",
+    "in_split_order",
     "index_scores",
+    "interpreted_gpu",
     "markov_chain",
     "moe",
     "project",
     "project_groups",
+    "project_memory",
+    "project_wide",
     "query_and_window",
     "reference_only",
     "rms_norm",

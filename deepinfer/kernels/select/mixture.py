@@ -8,7 +8,7 @@ from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.layer_weights import MoeWeights
 from deepinfer.kernels.reference import experts, router
 from deepinfer.kernels.select.backends import cpu_fast
-from deepinfer.kernels.select.projections import project
+from deepinfer.kernels.select.projections import project_wide
 from deepinfer.kernels.weights import Experts, Weight, loose
 
 
@@ -19,7 +19,7 @@ def moe(x: Tensor, w: MoeWeights, row_bias: Tensor | None = None) -> tuple[Tenso
         return cpu.moe(x, w, row_bias)
     bias = w.bias if row_bias is None else row_bias
     ids, weights, scores = router.route(
-        project(x.float(), w.gate, rounded=False),
+        project_wide(x, w.gate),
         bias,
         topk=w.topk,
         scale=w.scale,

@@ -8,8 +8,12 @@ from torch import Tensor
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.layer_weights import HyperWeights
 from deepinfer.kernels.reference import compressor, engram, hyper
-from deepinfer.kernels.select.backends import cpu_fast, cpu_twins
+from deepinfer.kernels.select.backends import cpu_fast, cpu_twins, gpu, gpu_fast, gpu_twins
 from deepinfer.kernels.select.projections import rms_norm
+
+
+def _gpu_stream(stream: Tensor) -> bool:
+    return gpu_fast(stream) and gpu().serves_stream(stream)
 
 
 def hyper_step(
@@ -19,6 +23,8 @@ def hyper_step(
     with `pre` and norm it, find the new coefficients -> stream [N, copies, D], x [N, D], pre, post, comb."""
     if stream.shape[1] == 4 and cpu_fast(stream):
         return cpu.hyper_step(stream, update, pre, w)
+    if _gpu_stream(stream):
+        return gpu().hyper_step(stream, update, pre, w)
     if update is not None:
         stream = hyper_expand(stream, *update)
     mixes = hyper.hyper_mixes(stream, w.fn.t(), w.norm_eps)
@@ -30,15 +36,21 @@ def hyper_step(
 
 def hyper_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm(collapse(stream, pre)) * weight: [N, copies, D] -> [N, D]."""
+    if _gpu_stream(stream):
+        return gpu().hyper_collapse_norm(stream, pre, weight, eps)
     return rms_norm(hyper_collapse(stream, pre), weight, eps)
 
 
 def hyper_collapse(stream: Tensor, pre: Tensor) -> Tensor:
     """Weighted sum of the copies: [N, copies, D] -> [N, D]."""
+    if _gpu_stream(stream):
+        return gpu().hyper_collapse(stream, pre)
     return hyper.hyper_collapse(stream, pre)
 
 
 def hyper_expand(stream: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    if _gpu_stream(stream):
+        return gpu().hyper_expand(stream, y, post, comb)
     run = cpu.hyper_expand if stream.shape[1] == 4 and cpu_fast(stream) else hyper.hyper_expand
     return run(stream, y, post, comb)
 
@@ -49,6 +61,8 @@ def engram_inject(stream: Tensor, kv: Tensor, weight: Tensor, dead: Tensor | Non
     copies = stream.shape[1]
     if copies == 4 and cpu_fast(stream):
         return cpu.engram_inject(stream, kv, weight, dead, eps)
+    if copies == 4 and gpu_fast(stream):
+        return gpu().engram_inject(stream, kv, weight, dead, eps)
     keys, value = kv.unflatten(1, (copies + 1, -1)).split((copies, 1), dim=1)
     gate = engram.engram_gate(stream, keys, weight, eps)
     if dead is not None:
@@ -59,6 +73,8 @@ def engram_inject(stream: Tensor, kv: Tensor, weight: Tensor, dead: Tensor | Non
 def compress_pairs(first: Tensor, second: Tensor, norm_weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32 and cpu_fast(first):
         return cpu.compress_pairs(first, second, norm_weight, eps)
+    if gpu_twins(first.device, dtype):
+        return gpu().compress_pairs(first, second, norm_weight, eps, dtype)
     return compressor.compress_pairs(first, second, norm_weight, eps, dtype)
 
 

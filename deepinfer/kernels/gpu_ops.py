@@ -1,0 +1,115 @@
+"""The Triton twins as the model calls them: `select` comes here for bfloat16 on a GPU.
+
+Rows that are multiplied with FP8 weights are quantised once: what quantised them last is kept with the tensor
+(`quantized`), and read by all products that take it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.gpu_weights import FoldedWeight, GroupedWeight, SplitHeads
+from deepinfer.kernels.layer_weights import HyperWeights, OutputWeights, QueryWeights
+from deepinfer.kernels.triton import (
+    attention,
+    compressor,
+    dense,
+    engram,
+    grouped_output,
+    hyper,
+    norm,
+    paging,
+    records,
+    rope,
+)
+from deepinfer.kernels.triton.index_keys import insert_keys
+from deepinfer.kernels.triton.quantize import Fp8Rows, quantize_rows
+
+copy_rows, window_rows, entry_rows, token_history = (
+    paging.copy_rows,
+    paging.window_rows,
+    paging.entry_rows,
+    paging.token_history,
+)
+commit_windows = paging.commit_window
+insert_window, insert_compressed = records.insert_window, records.insert_compressed
+insert_key_pages = insert_keys
+hyper_expand, hyper_collapse, hyper_collapse_norm = hyper.hyper_expand, hyper.hyper_collapse, hyper.hyper_collapse_norm
+engram_inject, compress_pairs = engram.engram_inject, compressor.compress_pairs
+rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
+serves_attention, sparse_attention = attention.serves, attention.sparse_attention
+
+
+def quantized(x: Tensor) -> Fp8Rows:
+    """Q8 of x [N, K], one scale per row: made now, or by the operation that made x."""
+    rows = getattr(x, "folded_rows", None)
+    return quantize_rows(x) if rows is None else rows
+
+
+def keep_quantized(x: Tensor, rows: Fp8Rows) -> Tensor:
+    """x, which nobody may change from here on, with its `quantized`."""
+    x.folded_rows = rows  # type: ignore[attr-defined]
+    return x
+
+
+# -- products -----------------------------------------------------------------------------------------------------
+
+
+def linear_folded(x: Tensor, weight: FoldedWeight) -> Tensor:
+    """x bf16 [N, K], rounded to FP8, times weight^T -> bf16 [N, outputs]."""
+    return linear_rows(quantized(x), weight)
+
+
+def linear_rows(rows: Fp8Rows, weight: FoldedWeight) -> Tensor:
+    """Rows [N, K] that are FP8 already times weight^T -> bf16 [N, outputs]."""
+    return dense.fp8_linear(rows, weight.codes, weight.factors)
+
+
+def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """bf16 [N, K] times bf16 [M, K]^T with the sum in float32 -> float32 [N, M]."""
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
+def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `select.query_and_window`; queries in split order."""
+    assert w.stacked is not None and isinstance(w.wq_b, SplitHeads)
+    both, heads = w.stacked.whole, w.wq_b.folded
+    merged = dense.split_sums(quantized(x), both.codes, both.factors)
+    latent, rows, window = norm.query_norms(merged, w.q_norm, w.kv_norm, w.eps, cos, sin)
+    q = dense.fp8_queries(rows, heads.codes, heads.factors, cos, sin, w.head_dim)
+    return keep_quantized(latent, rows), q, window
+
+
+def window_latents(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `select.window_latents`."""
+    assert isinstance(w.wkv, FoldedWeight)
+    return rope.apply_rope(norm.rms_norm(linear_folded(x, w.wkv), w.kv_norm, w.eps), cos, sin)
+
+
+def grouped_heads(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tensor:
+    """o bf16 [N, heads, head_dim] in split order (may be overwritten): turned back and through wo_a -> bf16 [N, groups
+    * rank]."""
+    assert isinstance(w.wo_a, GroupedWeight)
+    weight = w.wo_a.folded
+    return grouped_output.grouped_output(o, weight.codes, weight.factors, cos, sin, w.wo_a.groups)
+
+
+# -- the stream ---------------------------------------------------------------------------------------------------
+
+
+def hyper_step(
+    stream: Tensor, update: tuple[Tensor, Tensor, Tensor] | None, pre: Tensor, w: HyperWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `select.hyper_step`, with Q8 of x beside it."""
+    (stream, x, *coefficients), rows = hyper.hyper_step_quantized(stream, update, pre, w)
+    pre, post, comb = coefficients
+    return stream, keep_quantized(x, rows), pre, post, comb
+
+
+def serves_stream(stream: Tensor) -> bool:
+    """Whether the kernels of the hyper-connections take a stream [N, copies, D]."""
+    return stream.shape[1] == hyper.COPIES and stream.shape[2] % hyper.CHUNK == 0
