@@ -1,10 +1,10 @@
 """Dense FP8 products: rows with one scale each times weights with one factor per output (model specification 2.0).
 
 Decode: weights are the M side of the tensor core's tile, tokens the N side, so few tokens waste nothing. Matrices that
-are too small to fill the chip are cut along K; the program that arrives last adds the parts in their order. Hopper adds
-FP8 products in a short accumulator: a fresh one every `promote` values of K, added in float32, leaves the rounding of
-the result as the only error to speak of. Where K is cut depends on the weight alone, so a row's bits do not depend on
-the number of rows. Prefill: the library's row-wise product, whose order of additions is its own.
+are too small to fill the chip are cut along K, and whoever reads the product adds its parts in their order. Hopper
+adds FP8 products in a short accumulator: a fresh one every 128 or 256 values of K, added in float32, leaves the
+rounding of the result as the only error to speak of. Where K is cut depends on the weight alone, so a row's bits do not
+depend on the number of rows. Prefill: the library's row-wise product, whose order of additions is its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.triton.overlap import OVERLAP, prefetch, start_next, wait_for_previous
+from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import Fp8Rows, to_type
 from deepinfer.kernels.triton.rope import rope_split_
 from deepinfer.kernels.triton.runtime import launch
-
-LIBRARY_ROWS = 512  # from here on the library's product is faster
 
 
 class Tile(NamedTuple):
@@ -37,11 +35,17 @@ class Tile(NamedTuple):
 
 def choose_tile(rows: int, outputs: int, width: int) -> Tile:
     """From measurements on an H200 (docs/performance.md). `splits` and `depth` look at the weight alone."""
-    tokens = min(max(16, triton.next_power_of_2(rows)), 128)
-    if outputs * width >= 20 << 20:  # 256 programs of 128 outputs keep all 132 processors loading
-        return Tile(128, tokens, 128, 1, 4, 4)
-    splits = 4 if width >= 4096 else 2
-    return Tile(64, tokens, 256, splits, 4, 4)
+    tokens = max(16, triton.next_power_of_2(rows))
+    if outputs >= 128 * 132:  # more tiles of 128 than processors: wq_b, Engram's wkv
+        return Tile(128, min(tokens, 64), 128, 1, 4, 8)
+    if outputs >= 64 * 60:  # tiles of 64 keep at least half of the processors loading, without parts to be added
+        return Tile(64, min(tokens, 128 if width >= 4096 else 64), 256, 1, 4, 4)
+    return Tile(64, min(tokens, 64), 256, 4 if width >= 4096 else 1, 4, 4)
+
+
+def library_rows(outputs: int) -> int:
+    """From so many rows on the library's product of a weight is the faster one."""
+    return 96 if outputs >= 128 * 132 else 192
 
 
 @triton.jit
@@ -73,10 +77,9 @@ def _partial_sum(x, w, token, output, rows, outputs, start, steps, WIDTH: tl.con
 
 @triton.jit(do_not_specialize=["rows"])  # one kernel for every number of rows
 def _linear_kernel(
-    x, scale, w, factor, out, parts, arrivals, cos, sin, rows, outputs,
+    x, scale, w, factor, out, cos, sin, rows, outputs,
     WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
-    PROMOTE: tl.constexpr, RAGGED: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr, PARTS_ONLY: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PROMOTE: tl.constexpr, RAGGED: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     start_next()
     token_tile, output_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -93,8 +96,6 @@ def _linear_kernel(
     steps: tl.constexpr = (WIDTH + DEPTH - 1) // DEPTH
     each: tl.constexpr = (steps + SPLITS - 1) // SPLITS
     first = split * each
-    if AHEAD > 0:  # the first weights are on their way while the kernel before still runs
-        prefetch(w + output.to(tl.int64) * WIDTH + first * DEPTH, AHEAD)
     wait_for_previous()
     total = _partial_sum(
         x, w, token, output, rows, outputs, first * DEPTH, tl.minimum(each, steps - first),
@@ -105,19 +106,8 @@ def _linear_kernel(
     total *= tl.load(scale + token, mask=token < rows, other=0.0)[None, :]
     inside = (output < outputs)[:, None] & (token < rows)[None, :]
     offsets = token.to(tl.int64)[None, :] * outputs + output[:, None]
-    if SPLITS > 1:
-        size = rows.to(tl.int64) * outputs
-        tl.store(parts + split * size + offsets, total, mask=inside)
-        if PARTS_ONLY:
-            return
-        tl.debug_barrier()  # all threads' stores, before one thread tells of them
-        counter = arrivals + output_tile * tl.num_programs(0) + token_tile
-        if tl.atomic_add(counter, 1, sem="acq_rel") != SPLITS - 1:
-            return
-        tl.store(counter, 0)  # as the next product expects it
-        total = tl.load(parts + offsets, mask=inside, other=0.0, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            total += tl.load(parts + other * size + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+    if SPLITS > 1:  # out is float32 [SPLITS, rows, outputs]
+        out += split * rows.to(tl.int64) * outputs
     y = to_type(total, out.dtype.element_ty)
     if ROPE:
         pairs = tl.permute(tl.reshape(y.to(tl.float32), (2, half, TOKENS)), (1, 2, 0))
@@ -135,65 +125,62 @@ def _linear_kernel(
         tl.store(out + offsets, y, mask=inside)
 
 
-_arrivals: dict[torch.device, Tensor] = {}
+@triton.jit(do_not_specialize=["size"])
+def _add_kernel(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    start_next()
+    wait_for_previous()
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + places, mask=places < size, other=0.0)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(parts + part * size.to(tl.int64) + places, mask=places < size, other=0.0)
+    tl.store(out + places, to_type(total, out.dtype.element_ty), mask=places < size)
 
 
-def arrivals(x: Tensor, count: int) -> Tensor:
-    """int32 counters, zero before and after every product, one set a device: products that are cut along K must not
-    run on two streams of one device at once."""
-    counters = _arrivals.get(x.device)
-    if counters is None:
-        if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("run the operation once before it is captured in a CUDA graph: it keeps counters")
-        counters = torch.zeros(1 << 14, dtype=torch.int32, device=x.device)
-        if x.device.type != "meta":
-            _arrivals[x.device] = counters
-    if count > len(counters):
-        raise ValueError(f"{count} tiles of a product that is cut along K, and counters for {len(counters)} only")
-    return counters
+def add_parts(parts: Tensor) -> Tensor:
+    """float32 [splits, M, N] -> their sum, in order, bf16 [M, N]."""
+    splits, rows, outputs = parts.shape
+    out = parts.new_empty(rows, outputs, dtype=torch.bfloat16)
+    size = rows * outputs
+    launch(_add_kernel, (triton.cdiv(size, 1024),), parts, out, size, SPLITS=splits, BLOCK=1024, num_warps=4, **OVERLAP)
+    return out
 
 
 def _product(
-    rows: Fp8Rows, codes: Tensor, factors: Tensor, tile: Tile, *, promote: bool = True, parts_only: bool = False,
-    turn: tuple[Tensor, Tensor, int] | None = None, ahead: int = 512, pdl: bool = True,
+    rows: Fp8Rows, codes: Tensor, factors: Tensor, tile: Tile, *, promote: bool = True,
+    turn: tuple[Tensor, Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The Triton product. turn: cos, sin and head_dim of heads that leave rotated. -> bf16 [M, N], or with parts_only
-    float32 [splits, M, N]."""
+    """The Triton product. turn: cos, sin and head_dim of heads that leave rotated. -> bf16 [M, N], or float32 [splits,
+    M, N] where K is cut."""
     (count, width), outputs = rows.codes.shape, codes.shape[0]
     cos, sin, head = turn if turn is not None else (factors, factors, 0)
-    out = factors.new_empty(count, outputs, dtype=torch.bfloat16)
-    grid = (triton.cdiv(count, tile.tokens), triton.cdiv(outputs, tile.outputs), tile.splits)
-    parts, counters = out, out
     if tile.splits > 1:
-        parts = factors.new_empty(tile.splits, count, outputs)
-        counters = arrivals(codes, grid[0] * grid[1])
-    ragged = width % tile.depth > 0 or outputs % tile.outputs > 0
-    ahead = 0 if ragged else min(ahead, width // tile.splits // tile.depth * tile.depth)
+        out = factors.new_empty(tile.splits, count, outputs)
+    else:
+        out = factors.new_empty(count, outputs, dtype=torch.bfloat16)
+    grid = (triton.cdiv(count, tile.tokens), triton.cdiv(outputs, tile.outputs), tile.splits)
     launch(
         _linear_kernel,
         grid,
-        *(rows.codes, rows.scale, codes, factors, out, parts, counters, cos, sin, count, outputs),
+        *(rows.codes, rows.scale, codes, factors, out, cos, sin, count, outputs),
         WIDTH=width,
         OUTPUTS=tile.outputs,
         TOKENS=tile.tokens,
         DEPTH=tile.depth,
         SPLITS=tile.splits,
         PROMOTE=promote,
-        RAGGED=ragged,
+        RAGGED=width % tile.depth > 0 or outputs % tile.outputs > 0,
         HEAD=head,
         ROPE=cos.shape[-1] if head else 0,
-        PARTS_ONLY=parts_only,
-        AHEAD=ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,  # a rotation rounds as the reference does
-        **(OVERLAP if pdl else {}),
+        **OVERLAP,
     )
-    return parts if parts_only else out
+    return out
 
 
-def _library(rows: Fp8Rows, invariant: bool) -> bool:
-    return rows.codes.is_cuda and len(rows.codes) >= LIBRARY_ROWS and not invariant
+def _library(rows: Fp8Rows, codes: Tensor, invariant: bool) -> bool:
+    return rows.codes.is_cuda and len(rows.codes) >= library_rows(len(codes)) and not invariant
 
 
 def _library_product(rows: Fp8Rows, codes: Tensor, factors: Tensor) -> Tensor:
@@ -204,20 +191,18 @@ def _library_product(rows: Fp8Rows, codes: Tensor, factors: Tensor) -> Tensor:
 def fp8_linear(rows: Fp8Rows, codes: Tensor, factors: Tensor, *, invariant: bool = False) -> Tensor:
     """Rows [M, K] times a weight of e4m3 codes [N, K] and factors float32 [N] (`quantize.fold_fp8`) -> bf16 [M, N].
 
-    invariant: a row's bits do not depend on M (otherwise only below and from LIBRARY_ROWS on they do not).
+    invariant: a row's bits do not depend on M (otherwise they change once, at `library_rows`).
     """
-    if _library(rows, invariant):
-        return _library_product(rows, codes, factors)
-    return _product(rows, codes, factors, choose_tile(len(rows.codes), *codes.shape))
+    out = split_sums(rows, codes, factors, invariant=invariant)
+    return add_parts(out) if out.dim() == 3 else out
 
 
 def split_sums(rows: Fp8Rows, codes: Tensor, factors: Tensor, *, invariant: bool = False) -> Tensor:
-    """`fp8_linear` whose reader adds the parts (`norm.query_norms`): float32 [splits, M, N] where the product is cut
-    along K, else its bf16 [M, N]."""
-    tile = choose_tile(len(rows.codes), *codes.shape)
-    if _library(rows, invariant) or tile.splits == 1:
-        return fp8_linear(rows, codes, factors, invariant=invariant)
-    return _product(rows, codes, factors, tile, parts_only=True)
+    """`fp8_linear` for a reader that adds (`norm.query_norms`): float32 [splits, M, N] where the product is cut along
+    K, else its bf16 [M, N]."""
+    if _library(rows, codes, invariant):
+        return _library_product(rows, codes, factors)
+    return _product(rows, codes, factors, choose_tile(len(rows.codes), *codes.shape))
 
 
 def fp8_queries(
@@ -227,6 +212,6 @@ def fp8_queries(
     rounded to bf16 and rotated -> bf16 [M, heads, head_dim] in split order. cos, sin: float32 [M, rope_dim / 2]."""
     shape = (len(rows.codes), -1, head_dim)
     tile = choose_tile(len(rows.codes), *codes.shape)
-    if _library(rows, invariant) or tile.splits > 1 or head_dim % tile.outputs:
+    if _library(rows, codes, invariant) or tile.splits > 1 or head_dim % tile.outputs:
         return rope_split_(fp8_linear(rows, codes, factors, invariant=invariant).view(shape), cos, sin)
     return _product(rows, codes, factors, tile, turn=(cos, sin, head_dim)).view(shape)

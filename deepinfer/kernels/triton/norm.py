@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepinfer.kernels.reference.quant import FP8_GROUP
 from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
-from deepinfer.kernels.triton.quantize import Fp8Rows, fold_tile, row_warps, to_type
+from deepinfer.kernels.triton.quantize import Fp8Rows, added, fold_tile, row_warps, to_type
 from deepinfer.kernels.triton.runtime import launch
 
 _GROUP = tl.constexpr(FP8_GROUP)
@@ -45,17 +45,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-@triton.jit
-def _merged(source, row, rows, offsets, inside, stride, SPLITS: tl.constexpr, dtype: tl.constexpr):
-    """The merged projection as float32 that holds `dtype`'s values. SPLITS > 0: the sum over [SPLITS, N, K]."""
-    if SPLITS == 0:
-        return tl.load(source + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
-    total = tl.load(source + row * stride + offsets, mask=inside, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(source + (split * rows + row) * stride + offsets, mask=inside, other=0.0)
-    return to_type(total, dtype).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["rows"])  # one kernel for every number of rows
 def _query_norms_kernel(
     merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, eps,
@@ -68,7 +57,7 @@ def _query_norms_kernel(
     if tl.program_id(1) == 0:
         offsets = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
         inside = offsets < RANK
-        v = _merged(merged, row, rows, offsets, inside, stride, SPLITS, dtype)
+        v = added(merged, row, rows, offsets, inside, stride, SPLITS, dtype)
         w = tl.load(q_norm + offsets, mask=inside, other=0.0).to(tl.float32)
         mean = tl.sum(tl.sum(v * v, axis=1), axis=0) / RANK
         y = to_type(v * tl.rsqrt(mean + eps) * w, dtype)
@@ -80,8 +69,8 @@ def _query_norms_kernel(
         # Pairs of neighbours (2i, 2i + 1) turn together: the last ROPE of the HEAD / 2 pairs, the others by nothing.
         pair = tl.arange(0, HEAD // 2)
         everywhere = pair >= 0
-        even = _merged(merged, row, rows, RANK + 2 * pair, everywhere, stride, SPLITS, dtype)
-        odd = _merged(merged, row, rows, RANK + 2 * pair + 1, everywhere, stride, SPLITS, dtype)
+        even = added(merged, row, rows, RANK + 2 * pair, everywhere, stride, SPLITS, dtype)
+        odd = added(merged, row, rows, RANK + 2 * pair + 1, everywhere, stride, SPLITS, dtype)
         factor = tl.rsqrt((tl.sum(even * even, axis=0) + tl.sum(odd * odd, axis=0)) / HEAD + eps)
         even = to_type(even * factor * tl.load(kv_norm + 2 * pair).to(tl.float32), dtype).to(tl.float32)
         odd = to_type(odd * factor * tl.load(kv_norm + 2 * pair + 1).to(tl.float32), dtype).to(tl.float32)

@@ -1,9 +1,9 @@
 """Kernels that start while the one before them still runs (programmatic dependent launch, sm_90).
 
-A decode step is a chain of hundreds of kernels of a few microseconds; the next one's start, and its first weights from
-memory, cost as much as some of them. A kernel that is launched with OVERLAP calls `start_next` first, may then fetch
-what no kernel of a step writes (weights), and calls `wait_for_previous` before it reads or writes anything else.
-Every program has to call it: the kernel after next relies on it.
+A decode step is a chain of hundreds of kernels of a few microseconds; starting the next one behind the last program of
+the one before costs 0.5 to 0.8 us each (measured on an H200). A kernel that is launched with OVERLAP calls `start_next`
+first, and `wait_for_previous` before it reads or writes anything. Every program has to call it: the kernel after next
+relies on it. (Bringing the first weights to the cache before the wait gained nothing, and cost up to 8 % at 40 MB.)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-import triton.language as tl
+import triton.language as tl  # noqa: F401  # the interpreter looks for it beside a kernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepinfer.kernels.triton.runtime import INTERPRET
@@ -32,18 +32,3 @@ def wait_for_previous():
     """Waits until the kernel before has ended and its results can be read."""
     if not INTERPRET:
         gdc_wait()
-
-
-@triton.jit
-def prefetch(places, BYTES: tl.constexpr):
-    """Asks for BYTES (a multiple of 16) of memory from each of the places (pointers, 16-byte aligned) on to be brought
-    to the second-level cache."""
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [places.to(tl.int64), BYTES],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

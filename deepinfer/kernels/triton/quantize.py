@@ -109,14 +109,26 @@ def fold_tile(v):
 
 
 @triton.jit
-def _quantize_kernel(x, codes, scale, stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+def added(source, row, rows, offsets, inside, stride, SPLITS: tl.constexpr, dtype: tl.constexpr):
+    """Values of a row as float32 that holds `dtype`'s values. SPLITS > 0: the sum over float32 [SPLITS, rows, K]."""
+    if SPLITS == 0:
+        return tl.load(source + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(source + row * stride + offsets, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(source + (split * rows + row) * stride + offsets, mask=inside, other=0.0)
+    return to_type(total, dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize_kernel(
+    x, codes, scale, rows, stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
     start_next()
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = offsets < WIDTH
-    v = tl.load(x + row * stride + offsets, mask=inside, other=0.0).to(tl.float32)
-    folded, top = fold_tile(v)
+    folded, top = fold_tile(added(x, row, rows, offsets, inside, stride, SPLITS, tl.bfloat16))
     tl.store(codes + row * WIDTH + offsets, folded, mask=inside)
     tl.store(scale + row, top)
 
@@ -151,22 +163,23 @@ def _groups(width: int) -> int:
     return triton.next_power_of_2(width // FP8_GROUP)
 
 
-def _rows_like(x: Tensor) -> Fp8Rows:
-    rows, width = x.shape
-    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    return Fp8Rows(codes, torch.empty(rows, dtype=torch.float32, device=x.device))
+def _rows(rows: int, width: int, device: torch.device) -> Fp8Rows:
+    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device)
+    return Fp8Rows(codes, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 def quantize_rows(x: Tensor) -> Fp8Rows:
-    """Q8 of x [N, K] (any float dtype, rows contiguous, K a multiple of 32), folded to one scale per row."""
-    rows, width = x.shape
-    out = _rows_like(x)
+    """Q8 of x [N, K] (any float dtype, rows contiguous, K a multiple of 32), folded to one scale per row. Of the parts
+    of a sum, float32 [splits, N, K]: of their sum, added in order and rounded to bf16."""
+    rows, width = x.shape[-2:]
+    out = _rows(rows, width, x.device)
     launch(
         _quantize_kernel,
         (rows,),
-        *(x, out.codes, out.scale, x.stride(0)),
+        *(x, out.codes, out.scale, rows, x.stride(-2)),
         WIDTH=width,
         GROUPS=_groups(width),
+        SPLITS=x.shape[0] if x.dim() == 3 else 0,
         num_warps=row_warps(width),
         **OVERLAP,
     )
@@ -176,7 +189,7 @@ def quantize_rows(x: Tensor) -> Fp8Rows:
 def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
     """RMSNorm of x [N, K], in float32, rounded to x's dtype -> that [N, K], and Q8 of it folded per row."""
     rows, width = x.shape
-    normed, out = torch.empty(rows, width, dtype=x.dtype, device=x.device), _rows_like(x)
+    normed, out = torch.empty(rows, width, dtype=x.dtype, device=x.device), _rows(rows, width, x.device)
     launch(
         _norm_quantize_kernel,
         (rows,),

@@ -53,12 +53,6 @@ def some_angles(rows: int, dim: int) -> tuple[Tensor, Tensor]:
     return cos.to(DEVICE), sin.to(DEVICE)
 
 
-def leave_nothing_behind() -> None:
-    """The counters of cut products are zero between any two of them."""
-    for counters in dense._arrivals.values():
-        assert not counters.any()
-
-
 SMALL = [(1, 64, 128), (5, 96, 160), (17, 40, 320), (33, 130, 64)]
 LARGE = [(1, 1792, 5120), (8, 32768, 1280), (37, 5120, 8192), (130, 4608, 5120), (384, 5120, 2304), (700, 4096, 1280)]
 
@@ -70,7 +64,6 @@ def test_products_of_any_shape_are_exact_up_to_the_rounding_of_the_result(shape:
     out = dense.fp8_linear(rows, *weight)
     assert out.dtype == torch.bfloat16 and out.shape == (count, outputs)
     assert relative_error(out, exact(rows, weight)) < BF16_ROUNDING
-    leave_nothing_behind()
 
 
 @pytest.mark.parametrize("tile", [Tile(32, 16, 64, 1, 2, 4), Tile(32, 16, 64, 3, 2, 4), Tile(64, 32, 32, 4, 2, 4)])
@@ -78,8 +71,8 @@ def test_any_tile_gives_the_same_product(tile: Tile) -> None:
     rows, weight = some_rows(19, 224), some_weight(72, 224)
     for _ in range(1 if not ON_GPU else 10):
         out = dense._product(rows, *weight, tile)
+        out = dense.add_parts(out) if tile.splits > 1 else out
         assert relative_error(out, exact(rows, weight)) < BF16_ROUNDING
-    leave_nothing_behind()
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -89,7 +82,7 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(splits: int) -> None:
     together = dense._product(rows, *weight, tile)
     for row in (0, 19):
         alone = Fp8Rows(rows.codes[row : row + 1], rows.scale[row : row + 1])
-        assert torch.equal(dense._product(alone, *weight, tile._replace(tokens=16))[0], together[row])
+        assert torch.equal(dense._product(alone, *weight, tile._replace(tokens=16))[..., 0, :], together[..., row, :])
 
 
 @pytest.mark.gpu
@@ -110,7 +103,7 @@ def test_no_rows_give_no_rows() -> None:
 
 def test_parts_of_a_cut_sum_and_the_norms_that_add_them() -> None:
     count, rank, head_dim = (40, 1280, 512) if ON_GPU else (3, 64, 32)
-    width = 5120 if ON_GPU else 1024
+    width = 5120 if ON_GPU else 4096
     rows, weight = some_rows(count, width), some_weight(rank + head_dim, width)
     cos, sin = some_angles(count, 16)
     q_norm, kv_norm = torch.ones(rank, device=DEVICE), torch.ones(head_dim, device=DEVICE)
@@ -152,7 +145,9 @@ def output_case(count: int, heads: int, head_dim: int, groups: int, rank: int) -
 
 
 SHAPES = (
-    [(1, 2, 128, 1, 16), (5, 8, 128, 2, 40)] if not ON_GPU else [(n, 64, 512, 8, 1024) for n in (1, 37, 64, 300, 700)]
+    [(1, 2, 128, 1, 32), (5, 8, 128, 2, 48), (3, 2, 256, 1, 32), (2, 1, 512, 1, 32)]
+    if not ON_GPU
+    else [(n, 64, 512, 8, 1024) for n in (1, 37, 64, 300, 700)]
 )
 
 
@@ -170,10 +165,14 @@ def test_heads_are_turned_back_and_go_through_their_groups_matrix(shape: tuple[i
         assert relative_error(out, expected) < BF16_ROUNDING
     rotated = grouped_output.rope_split_(split.clone(), cos, sin, inverse=True)
     tile = grouped_output.choose_tile(count, rank, heads // groups)
-    assert torch.equal(grouped_output._launch(rotated, *weight, None, groups, tile), out) or count > 64
+    if count <= grouped_output.FUSED_ROWS:  # turned in the product: the bits of turning first
+        parts = grouped_output._product(rotated, *weight, None, groups, tile)
+        assert torch.equal(dense.add_parts(parts) if parts.dim() == 3 else parts, out)
+    rows = grouped_output.grouped_rows(split.clone(), *weight, cos, sin, groups)
+    same = fold_groups(*quant.quantize_fp8(out))
+    assert torch.equal(rows.codes.float(), same.codes.float()) and torch.equal(rows.scale, same.scale)
     library = grouped_output.library_product(rotated, *weight, groups)
     assert relative_error(library, expected) < BF16_ROUNDING
-    leave_nothing_behind()
 
 
 def test_a_head_that_is_no_whole_number_of_runs_is_refused() -> None:
