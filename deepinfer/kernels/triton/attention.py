@@ -72,14 +72,14 @@ def sparse_attention(
         _attention,
         (rows, parts),
         *(q, window_pool, window_indices, kv_pool, kv_indices, sink, partial, state),
-        *(scale * LOG2E * 2.0**64, window_indices.shape[1], kv_indices.shape[1], window_tiles, part),
+        *(scale * LOG2E * 2.0**64, window_indices.shape[1], kv_indices.shape[1], window_tiles, tiles, part),
         *(window_indices.stride(0), kv_indices.stride(0), rows * parts * heads),
         HEADS=heads,
         TILE_HEADS=max(16, heads),
         D=size,
         B=KEYS,
         SPLIT=parts > 1,
-        STAGES=5,
+        STAGES=1,
         num_warps=8 if heads == 64 else 4,
     )
     if parts > 1:
@@ -103,55 +103,48 @@ def part_tiles(rows: int, tiles: int, sms: int) -> int:
 @triton.jit
 def _attention(
     q, window_pool, window_indices, kv_pool, kv_indices, sink, out, state, logit_scale,
-    window, selected, window_tiles, part, window_stride, kv_stride, states,
+    window, selected, window_tiles, tiles, part, window_stride, kv_stride, states,
     HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     window_indices += n * window_stride
     kv_indices += n * kv_stride
-    window_first = 0
-    kv_first = 0
-    if SPLIT:
-        first = tl.program_id(1) * part
-        window_first = first * B
-        kv_first = tl.maximum(first - window_tiles, 0) * B
-        selected = tl.minimum(selected, tl.maximum(first + part - window_tiles, 0) * B)
-        window = tl.minimum(window, (first + part) * B)
     head = tl.arange(0, TILE_HEADS)
+    here = head < HEADS  # a product takes 16 rows at least
     places = head[:, None] * D + tl.arange(0, D)[None, :]
     if TILE_HEADS == HEADS:
         queries = tl.load(q + n * HEADS * D + places)
     else:
-        queries = tl.load(q + n * HEADS * D + places, mask=(head < HEADS)[:, None], other=0.0)
+        queries = tl.load(q + n * HEADS * D + places, mask=here[:, None], other=0.0)
     if INTERPRET:
         queries = queries.to(tl.float32)
     top = tl.full([TILE_HEADS], _NO_MAXIMUM, tl.float32)
     total = tl.zeros([TILE_HEADS], tl.float32)
     acc = tl.zeros([TILE_HEADS, D], tl.float32)
-    place = tl.arange(0, B)
-    for start in tl.range(window_first, window, B, num_stages=STAGES):
-        rows = tl.load(window_indices + start + place, mask=start + place < window, other=-1)
-        keys = window_tile(window_pool, rows, B, D)
-        top, total, acc = _attend(queries, keys, rows >= 0, start < window, top, total, acc, logit_scale)
-    for start in tl.range(kv_first, selected, B, num_stages=STAGES):
-        rows = tl.load(kv_indices + start + place, mask=start + place < selected, other=-1)
-        keys = compressed_tile(kv_pool, rows, B, D)
-        top, total, acc = _attend(queries, keys, rows >= 0, start < selected, top, total, acc, logit_scale)
+    first = 0
+    if SPLIT:
+        first = tl.program_id(1) * part
+        tiles = tl.minimum(tiles, first + part)
+    for tile in tl.range(first, tiles, num_stages=STAGES):
+        in_window = tile < window_tiles
+        indices = window_indices if in_window else kv_indices
+        place = tl.where(in_window, tile, tile - window_tiles) * B + tl.arange(0, B)
+        rows = tl.load(indices + place, mask=place < tl.where(in_window, window, selected), other=-1)
+        # One loop over both kinds: of two, the second was compiled with three slow moves for every wgmma.
+        if in_window:  # noqa: SIM108 (a ternary is for scalars)
+            keys = window_tile(window_pool, rows, B, D)
+        else:
+            keys = compressed_tile(kv_pool, rows, B, D)
+        top, total, acc = _attend(queries, keys, rows >= 0, tile < tiles, top, total, acc, logit_scale)
     if SPLIT:
         block = n * tl.num_programs(1) + tl.program_id(1)
-        mask = head < HEADS
-        tl.store(out + block * HEADS * D + places, acc * _KEYS_UNIT, mask=mask[:, None])
-        tl.store(state + block * HEADS + head, top, mask=mask)
-        tl.store(state + states + block * HEADS + head, total, mask=mask)
+        tl.store(out + block * HEADS * D + places, acc * _KEYS_UNIT, mask=here[:, None])
+        tl.store(state + block * HEADS + head, top, mask=here)
+        tl.store(state + states + block * HEADS + head, total, mask=here)
     else:
-        if TILE_HEADS == HEADS:
-            total += tl.exp2(tl.load(sink + head) * _LOG2E - top)
-            tl.store(out + n * HEADS * D + places, _quotient(acc * _KEYS_UNIT, total))
-        else:
-            mask = head < HEADS
-            total += tl.exp2(tl.load(sink + head, mask=mask, other=0.0) * _LOG2E - top)
-            tl.store(out + n * HEADS * D + places, _quotient(acc * _KEYS_UNIT, total), mask=mask[:, None])
+        total += tl.exp2(tl.load(sink + head, mask=here, other=0.0) * _LOG2E - top)
+        tl.store(out + n * HEADS * D + places, _quotient(acc * _KEYS_UNIT, total), mask=here[:, None])
 
 
 @triton.jit

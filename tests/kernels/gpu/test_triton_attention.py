@@ -51,9 +51,10 @@ class Case:
 
     def expected(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The reference's, with the official rounding of probabilities; float32: none."""
-        (window, selected), (pool, kv_pool) = self.lists, self.pools
+        (window, selected), (pool, kv_pool) = ([x.to(DEVICE) for x in pair] for pair in (self.lists, self.pools))
         kv, kv_lists = (kv_pool, selected) if selected.shape[1] else (None, None)
-        return reference.sparse_attention(self.q.to(dtype), pool, window, kv, kv_lists, self.sink, self.scale)
+        q, sink = self.q.to(DEVICE, dtype), self.sink.to(DEVICE)
+        return reference.sparse_attention(q, pool, window, kv, kv_lists, sink, self.scale).cpu()
 
 
 def split_order(size: int) -> Tensor:
