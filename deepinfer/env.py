@@ -141,7 +141,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "PROFILE", "profile", "0, 1", _switch, False,
         "Record a profiler trace of two prefill and three decode steps. Never derive a rate from such a run.",
-        "metrics", planned=True,
+        "examples/benchmark.py",
     ),
     Variable(
         "WORLD_SIZE", "world_size", "integer >= 1", _count(1), 1,
