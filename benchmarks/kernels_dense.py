@@ -180,6 +180,38 @@ def norms_case(m: int) -> KernelCase:
     )
 
 
+def latents_case(m: int) -> KernelCase:
+    """From Q8 rows to the latent query, its Q8 and the window latent: what a decode step does, in two launches."""
+    n, k = MATRICES["wq_a and wkv"]
+
+    def make(device: torch.device) -> Prepared:
+        rows, turn = random_rows(m, k, device), angles(m, device)
+        weights = [random_weight(n, k, device) for _ in range(copies_beyond_cache(n * k))]
+        q_norm, kv_norm = torch.randn(RANK, device=device), torch.randn(HEAD_DIM, device=device)
+
+        def run(copy: int) -> tuple[Tensor, Fp8Rows, Tensor]:
+            return norm.query_norms(dense.split_sums(rows, *weights[copy]), q_norm, kv_norm, 1e-20, *turn)
+
+        def check() -> float:
+            merged = (rows.dense().double() @ wide(weights[0]).t()).float()
+            latent, _, window = run(0)
+            expected = reference_norm.rms_norm(merged[:, :RANK], q_norm, 1e-20)
+            turned = apply_rope(reference_norm.rms_norm(merged[:, RANK:], kv_norm, 1e-20), *turn)
+            return max(error(latent, expected), error(window, turned))
+
+        return Prepared(run, len(weights), check, 4e-3)  # rounded to bf16 two and three times
+
+    return KernelCase(
+        name=f"latents, product, norms, Q8 and rotation, {m} rows",
+        area="dense",
+        shape={"m": m, "n": n, "k": k},
+        make=make,
+        bytes=n * k + 4 * n + m * (k + 4) + m * (3 * RANK + 2 * HEAD_DIM),
+        flops=2 * m * n * k,
+        rate="fp8",
+    )
+
+
 def quantize_case(m: int, k: int, normed: bool) -> KernelCase:
     def make(device: torch.device) -> Prepared:
         x = (torch.randn(m, k, device=device) * torch.exp(0.7 * torch.randn(k, device=device))).to(torch.bfloat16)
@@ -209,6 +241,6 @@ def cases() -> list[KernelCase]:
     """All cases of this area."""
     products = [product_case(name, m) for name in MATRICES for m in (*DECODE, *PREFILL)]
     fused = [make(m) for make in (queries_case, output_case) for m in (1, 64, 384, 4096)]
-    rows = [norms_case(m) for m in (1, 64, 384)]
+    rows = [make(m) for make in (latents_case, norms_case) for m in (1, 64, 384)]
     rows += [quantize_case(m, k, normed) for k, normed in ((8192, False), (WIDTH, True)) for m in (64, 384, 4096)]
     return products + fused + rows
