@@ -130,7 +130,8 @@ def random_model(
     if no synthetic tokenizer fits the config."""
     numerics = Numerics.named(dtype)
     if weights == "auto":
-        weights = "packed" if select.cpu_twins(device, numerics.dtype) else "wide"
+        twins = select.cpu_twins(device, numerics.dtype)
+        weights = "packed" if twins else "gpu" if select.gpu_twins(device, numerics.dtype) else "wide"
     source = RandomSource(config, seed=seed, form=weights, device=device)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "tokenizer.json"
