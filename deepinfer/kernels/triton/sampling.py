@@ -181,8 +181,8 @@ def _finish_kernel(
 
 
 def piece_size(vocab: int) -> int:
-    """Ids of one program; at least three programs, so that small vocabularies have seams, too."""
-    return PIECE if vocab >= 8 * PIECE else max(16, triton.next_power_of_2(max(vocab // 4, 1)))
+    """Ids of one program; two or more programs a row, so that small vocabularies have seams, too."""
+    return PIECE if vocab >= 8 * PIECE else max(32, triton.next_power_of_2(max(vocab // 4, 1)))
 
 
 def sample(

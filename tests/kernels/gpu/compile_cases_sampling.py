@@ -1,4 +1,4 @@
-"""Sampling at the full vocabulary, for the compile test."""
+"""Sampling and drafting at the full vocabulary, for the compile test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.triton import sampling
+from deepinfer.kernels.triton import markov, sampling
 
 VOCAB = 129280
 META = torch.device("meta")
@@ -33,10 +33,18 @@ def sample(drawn: bool, truncated: bool, masked: bool = False) -> None:
     sampling.sample(empty(384, VOCAB), laws(384), drawn=drawn, truncated=truncated, **masks)
 
 
+def chain(rows: int, drawn: bool) -> None:
+    matrices = [empty(VOCAB, 256, dtype=torch.bfloat16) for _ in range(2)]
+    markov.markov_chain(whole(rows), *matrices, empty(rows, 5, VOCAB), laws(rows) if drawn else None)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "greedy": lambda: sample(False, False),
     "drawn": lambda: sample(True, False),
     "truncated": lambda: sample(True, True),
     "truncated under masks": lambda: sample(True, True, True),
+    "markov chain of 64": lambda: chain(64, False),
+    "markov chain of 8": lambda: chain(8, False),
+    "drawn markov chain of 64": lambda: chain(64, True),
 }
-WGMMA: set[str] = set()
+WGMMA = {"markov chain of 64", "drawn markov chain of 64"}

@@ -1,0 +1,135 @@
+"""Drafts one after the other: the largest of each draft's logits plus a low-rank bigram of the token before it.
+
+Two launches a draft. Programs over pieces of the vocabulary multiply the embeddings of all rows' last tokens by their
+piece of the head and keep each row's best; one program a row takes the best piece and fetches the next embedding. A
+row's sums have one order, whatever the number of rows. The head is read once a draft and does not fit into the
+second-level cache (66 MB of 129,280 x 256 bfloat16), so a draft costs at least its bytes and those of its logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.triton.philox import TARGET, gumbel_pairs
+from deepinfer.kernels.triton.runtime import INTERPRET, launch
+from deepinfer.kernels.triton.sampling import INFINITY, NO_ID, RowLaws, ordered_key
+
+MOST_ROWS = 64  # of one tile: a program holds the logits of so many rows
+TILE = 128  # ids of a program
+STEP, STAGES = 64, 4  # of the rank: all of the released model's 256 are on their way at once
+
+
+@triton.jit(do_not_specialize=["rows", "vocab", "pieces", "number", "stride_before"])
+def _piece_kernel(
+    before, embed, head, logits, best_keys, best_ids, slots, positions, temperature, seed_low, seed_high,
+    number, rows, vocab, pieces, stride_before, stride_row,
+    DRAWN: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The best of a tile of ids for ROWS rows: as its key and its id."""
+    piece, group = tl.program_id(0), tl.program_id(1)
+    row = group * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    previous = tl.load(before + row.to(tl.int64) * stride_before, mask=inside, other=0)
+    ids = piece * TILE + tl.arange(0, TILE)
+    step = tl.arange(0, STEP)
+    place = row[:, None].to(tl.int64) * stride_row + ids[None, :]
+    seen = inside[:, None] & (ids[None, :] < vocab)
+    own = tl.load(logits + place, mask=seen, other=-INFINITY)
+    z = tl.zeros((ROWS, TILE), tl.float32)
+    for first in range(0, RANK, STEP):
+        x = tl.load(embed + previous[:, None] * RANK + first + step[None, :], mask=inside[:, None], other=0.0)
+        weight = tl.load(
+            head + ids[None, :].to(tl.int64) * RANK + first + step[:, None], mask=ids[None, :] < vocab, other=0.0
+        )
+        if INTERPRET:
+            z = tl.dot(x.to(tl.float32), weight.to(tl.float32), z, input_precision="ieee")
+        else:
+            z = tl.dot(x, weight, z)
+    z = own + z
+    if DRAWN:
+        # The noise of the row's own draw at that position. Scores in float64: no tiny temperature overflows there.
+        slot = tl.load(slots + row, mask=inside, other=0)
+        heat = tl.load(temperature + slot, mask=inside, other=0.0)
+        if tl.max(heat, axis=0) > 0:
+            at = (tl.load(positions + row, mask=inside, other=0) + number).to(tl.uint32)
+            low = tl.load(seed_low + slot, mask=inside, other=0).to(tl.uint32)
+            high = tl.load(seed_high + slot, mask=inside, other=0).to(tl.uint32)
+            pairs = (piece * (TILE // 2) + tl.arange(0, TILE // 2))[None, :]
+            even, odd = gumbel_pairs(pairs + row[:, None] * 0, at[:, None], TARGET, 0, low[:, None], high[:, None])
+            noise = tl.reshape(tl.join(even, odd), (ROWS, TILE))
+            colder = 1.0 / tl.where(heat > 0, heat, 1.0).to(tl.float64)
+            scaled = z.to(tl.float64) * colder[:, None]
+            z = tl.where(heat[:, None] > 0, (scaled + noise.to(tl.float64)).to(tl.float32), z)
+    key = tl.where(seen, ordered_key(z), -NO_ID - 1)
+    best = tl.max(key, axis=1)
+    first = tl.min(tl.where((key == best[:, None]) & seen, ids[None, :], NO_ID), axis=1)
+    tl.store(best_keys + row * pieces + piece, best, mask=inside)
+    tl.store(best_ids + row * pieces + piece, first, mask=inside)
+
+
+@triton.jit(do_not_specialize=["pieces", "number", "drafts"])
+def _next_kernel(
+    anchors, embed, best_keys, best_ids, token_ids, embeddings, number, drafts, pieces,
+    RANK: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Draft `number` of a row from its pieces (number < 0: the anchor), and the embedding behind it."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(anchors + row)
+    if number >= 0:
+        at = tl.arange(0, PIECES)
+        key = tl.load(best_keys + row * pieces + at, mask=at < pieces, other=-NO_ID - 1)
+        ids = tl.load(best_ids + row * pieces + at, mask=at < pieces, other=NO_ID)
+        token = tl.min(tl.where(key == tl.max(key, axis=0), ids, NO_ID), axis=0).to(tl.int64)
+        tl.store(token_ids + row * drafts + number, token)
+    if number + 1 < drafts:
+        rank = tl.arange(0, RANK)
+        value = tl.load(embed + token * RANK + rank).to(tl.float32)
+        tl.store(embeddings + (row * drafts + number + 1) * RANK + rank, value)
+
+
+def markov_chain(
+    anchors: Tensor, embed: Tensor, head: Tensor, logits: Tensor, laws: RowLaws | None = None
+) -> tuple[Tensor, Tensor]:
+    """k drafts one after the other: anchors int64 [R], embed and head bfloat16 [V, rank], logits float32 [R, k, V]
+    without what the token before adds -> drafts int64 [R, k], and the embeddings of the tokens before them, float32
+    [R, k, rank]. The first of equal values is the largest; a NaN counts as larger than any number.
+
+    laws: rows with a temperature draw with the TARGET noise at laws.positions int64 [R] (of the anchor) and behind, as
+    `propose.draw_drafts` does by the coupled rule. Scores are rounded in another order than there: of two that are
+    closer than float32 tells apart another one may be drafted. That costs an acceptance and never changes a token.
+    """
+    rows, drafts, vocab = logits.shape
+    rank = embed.shape[1]
+    assert logits.stride(2) == 1 and head.is_contiguous() and embed.is_contiguous()
+    tile = TILE if vocab >= 8 * TILE else 16
+    pieces = triton.cdiv(vocab, tile)
+    device = logits.device
+    token_ids = torch.empty(rows, drafts, dtype=torch.int64, device=device)
+    embeddings = torch.empty(rows, drafts, rank, device=device)
+    keys, ids = torch.empty(2, rows, pieces, dtype=torch.int32, device=device)
+    height = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
+    columns = (anchors, anchors, keys, anchors, anchors)
+    if laws is not None:
+        columns = (laws.slots, laws.positions, laws.temperature, laws.seed_low, laws.seed_high)
+    wide = triton.next_power_of_2(pieces)
+
+    def take(number: int) -> None:
+        launch(
+            _next_kernel, (rows,), anchors, embed, keys, ids, token_ids, embeddings, number, drafts, pieces,
+            RANK=rank, PIECES=wide, num_warps=4,
+        )  # fmt: skip
+
+    take(-1)
+    for number in range(drafts):
+        before = token_ids[:, number - 1] if number else anchors
+        launch(
+            _piece_kernel, (pieces, triton.cdiv(rows, height)), before, embed, head, logits[:, number], keys, ids,
+            *columns, number, rows, vocab, pieces, before.stride(0), logits.stride(0),
+            DRAWN=laws is not None, RANK=rank, STEP=min(rank, STEP), ROWS=height, TILE=tile, num_warps=4,
+            num_stages=STAGES,
+        )  # fmt: skip
+        take(number)
+    return token_ids, embeddings
