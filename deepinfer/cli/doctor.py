@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib import import_module, metadata
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 
@@ -47,34 +47,10 @@ def examine() -> Iterator[Finding]:
         yield Finding("torch", "no", f"cannot be imported: {error}")
         return
     yield Finding("cpu", "ok", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; nano runs here")
-    yield from _cuda(torch)
-    try:
-        yield Finding("triton", "note", f"{metadata.version('triton')}; GPU kernels are not built yet")
-    except metadata.PackageNotFoundError:
-        yield Finding("triton", "note", "not installed; GPU kernels are not built yet, so nothing is missed")
+    yield from (Finding(*fact) for fact in import_module("deepinfer.kernels.gpu_report").facts())
     kernels = import_module("deepinfer.kernels.cpu.build").library()
     yield Finding("cpu kernels", "ok" if kernels.handle else "note", kernels.explanation)
     yield from _model()
-
-
-def _cuda(torch: Any) -> Iterator[Finding]:
-    if not torch.cuda.is_available():
-        why = (
-            "this torch was built without CUDA" if torch.version.cuda is None else "no device is visible to the driver"
-        )
-        yield Finding("cuda", "note", f"not available, {why}; device=cpu works")
-        return
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        hopper = device.major >= 9
-        detail = (
-            f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}"
-        )
-        yield Finding(
-            f"cuda:{index}",
-            "ok" if hopper else "note",
-            f"{detail}; plain PyTorch runs here" + ("" if hopper else ", the planned kernels need 9.0 or newer"),
-        )
 
 
 def _model() -> Iterator[Finding]:
