@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.cache.records import WindowRings
+from deepinfer.model.state import Rounding
 
 
 class DraftWindow:
@@ -27,8 +28,11 @@ class DraftWindow:
     layer's pool that each row reads: positions max(0, n - W) .. n - 1, oldest first, then -1; then the block.
     """
 
-    def __init__(self, rings: WindowRings, slots: np.ndarray, lengths: np.ndarray, block: int) -> None:
+    def __init__(
+        self, rings: WindowRings, slots: np.ndarray, lengths: np.ndarray, block: int, rounds: Rounding
+    ) -> None:
         """slots, lengths: int64 [R]."""
+        self.rounds = rounds
         self._rings, device = rings, rings.pool.device
         wanted = np.maximum(lengths - rings.window, 0)[:, None] + np.arange(rings.window)  # [R, W]
         context = np.where(wanted < lengths[:, None], slots[:, None] * rings.ring + wanted % rings.ring, -1)

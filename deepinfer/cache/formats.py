@@ -2,7 +2,9 @@
 
 "float32" and "bfloat16" hold a value in that type. "packed" holds the bytes of the release: 528 for a window entry, 288
 for a compressed one, 68 for an index key at the real sizes. Values that the bfloat16 numerics rounded already come back
-from a packed record bit for bit; float32 numerics keep unrounded records, so they need the float32 format.
+from a packed record bit for bit; float32 numerics keep unrounded records, so they need the float32 format. "hopper" is
+"packed" with the index keys of a block as the GPU's scores read them, where keys have the released width: first all
+codes of the block, then all scales (kernels/triton/index_keys.py).
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import BLOCK_SIZE, KV_FORMATS, VERIFY_ROWS
+from deepinfer.kernels import select
 from deepinfer.kernels.reference import records
 from deepinfer.model.config import ModelConfig
+from deepinfer.model.state import Rounding
 
 LAYOUT_VERSION = 1  # of what a block or a stored window holds: part of every hash chain's namespace
 
@@ -40,11 +44,21 @@ class RecordFormat:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """The three kinds of records of a cache."""
+    """The three kinds of records of a cache. paged_keys: keys of a block lie together, codes before scales."""
 
     window: RecordFormat
     compressed: RecordFormat
     key: RecordFormat
+    paged_keys: bool = False
+
+    def pages(self, config: ModelConfig) -> bool:
+        """Whether the keys of this model lie so."""
+        return self.paged_keys and select.pages_keys(config.index_n_heads, config.index_head_dim)
+
+    @property
+    def packed(self) -> bool:
+        """Whether window and compressed records are the release's bytes."""
+        return self.window.dtype == torch.uint8
 
     @classmethod
     def plain(cls, dtype: torch.dtype) -> KVFormat:
@@ -53,15 +67,16 @@ class KVFormat:
 
     @classmethod
     def named(cls, name: str) -> KVFormat:
-        """ "float32", "bfloat16" or "packed"; anything else is a ValueError."""
+        """ "float32", "bfloat16", "packed" or "hopper"; anything else is a ValueError."""
         if name not in KV_FORMATS:
             raise ValueError(f"kv_format: {name!r} is not one of {', '.join(KV_FORMATS)}")
-        if name != "packed":
+        if name not in ("packed", "hopper"):
             return cls.plain(getattr(torch, name))
         return cls(
             RecordFormat(torch.uint8, records.window_bytes, records.pack_window),
             RecordFormat(torch.uint8, records.compressed_bytes, records.pack_compressed),
             RecordFormat(torch.uint8, records.key_bytes, records.pack_key),
+            paged_keys=name == "hopper",
         )
 
 
@@ -74,6 +89,12 @@ def format_problem(kv_format: str, dtype: torch.dtype) -> str | None:
             'kv_format "float32", or dtype "bfloat16", whose records are rounded before they are stored'
         )
     return None
+
+
+def rounding(config: ModelConfig, kind: KVFormat, device: torch.device) -> Rounding:
+    """Which records the kernels round that write them."""
+    latents = kind.packed and select.gpu_twins(device, torch.bfloat16)
+    return Rounding(latents, latents and kind.pages(config))
 
 
 def open_pairs(drafts: int) -> int:

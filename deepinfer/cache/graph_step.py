@@ -20,6 +20,7 @@ from deepinfer.cache.records import WindowRings
 from deepinfer.cache.step import Segment, StepStore, crossings
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
+from deepinfer.model.state import Rounding
 
 if TYPE_CHECKING:
     from deepinfer.cache.storage import CacheStorage
@@ -123,6 +124,11 @@ class GraphView:
     def commit_window(self, layer: int) -> None:
         """Replicas are copied after the step, from the rings: they are longer than a window by what a step writes."""
         select.copy_rows(self._store.windows.pool[layer], *self._ring_copies)
+
+    @property
+    def rounds(self) -> Rounding:
+        """Which records come as they are."""
+        return self._store.rounds
 
     @property
     def keeps_drafts(self) -> bool:

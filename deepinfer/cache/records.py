@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
 from deepinfer.cache.formats import KVFormat, lookback, open_pairs, ring_rows, window_layers
+from deepinfer.kernels import select
 from deepinfer.model.config import ModelConfig
 
 
@@ -24,11 +25,16 @@ class PagedRecords:
         kv, key = self.format.compressed, self.format.key
         self.kv = torch.zeros(rows, kv.width(config.head_dim), dtype=kv.dtype, device=device)
         self.keys = torch.zeros(rows, key.width(config.index_head_dim), dtype=key.dtype, device=device)
+        self.paged_keys = kind.pages(config)
 
     def write(self, rows: Tensor, kv: Tensor, keys: Tensor) -> None:
-        """kv [G, head_dim] and keys [G, index_head_dim] as records of rows int64 [G]."""
-        self.kv[rows] = self.format.compressed.encode(kv)
-        self.keys[rows] = self.format.key.encode(keys)
+        """kv [G, head_dim] and keys [G, index_head_dim] as records of rows int64 [G], rounded or not where
+        `CacheStorage.rounds` says so."""
+        select.put_compressed(self.kv, rows, kv, self.format.compressed.encode)
+        if self.paged_keys:
+            select.put_key_pages(self.keys, rows, keys, self.per_block)
+        else:
+            self.keys[rows] = self.format.key.encode(keys)
 
     def blocks(self) -> tuple[Tensor, Tensor]:
         """Both pools by block id: [blocks + 1, per_block, width] each, sharing their memory."""
@@ -84,7 +90,7 @@ class WindowRings:
                 grown = self.pool.new_zeros(layers, max(need, rows + (rows - self.staging) // 2), width)
                 grown[:, : self.staging] = self.pool[:, : self.staging]
             self.pool = grown
-        self.pool[layer, self.staging : need] = self.format.encode(kv)
+        select.put_windows(self.pool[layer, self.staging : need], kv, self.format.encode)
         return self.pool[layer]
 
     def ring_of(self, slot: int) -> slice:

@@ -19,6 +19,7 @@ from deepinfer.cache.records import OpenRows, PagedRecords, WindowRings
 from deepinfer.config import VERIFY_ROWS
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
+from deepinfer.model.state import Rounding
 
 SEGMENT_ROWS = 512  # index scores are made for about this many rows at once: 512 x 8,192 entries x 4 bytes = 16 MB
 
@@ -32,6 +33,7 @@ class StepStore(Protocol):
     windows: WindowRings
     open_rows: OpenRows
     last_tokens: Tensor  # int64 [slots, size]
+    rounds: Rounding
 
     def advance(self, batch: Batch) -> None: ...
 
@@ -140,6 +142,11 @@ class StepView:
         select.copy_rows(rings.pool[layer], *self._ring_copies)
 
     # -- draft layers ---------------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> Rounding:
+        """Which records come as they are."""
+        return self._store.rounds
 
     @property
     def keeps_drafts(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from deepinfer.cache import edits as edit
 from deepinfer.cache.blocks import BLOCK_TOKENS, NULL_BLOCK, blocks_for
 from deepinfer.cache.draft_window import DraftWindow
-from deepinfer.cache.formats import KVFormat, check_drafts, format_problem
+from deepinfer.cache.formats import KVFormat, check_drafts, format_problem, rounding
 from deepinfer.cache.host_memory import OffloadedSequence, WindowArena, put, take
 from deepinfer.cache.records import LastTokens, OpenRows, PagedRecords, WindowRings
 from deepinfer.cache.step import StepView, crossings
@@ -57,6 +57,7 @@ class CacheStorage:
         check_whole_number("window_entries", window_entries, least=0)
         check_drafts(drafts)
         kind = KVFormat.named(kv_format)
+        self.rounds = rounding(config, kind, device)
         self.config, self.drafts, self.device = config, drafts, device
         self.max_num_seqs, self.num_blocks = max_num_seqs, num_blocks
         self.records = {
@@ -191,7 +192,7 @@ class CacheStorage:
         there are no draft layers."""
         if not self.windows.draft_layers:
             raise ValueError("this cache was made without drafts, or for a model without draft stages")
-        return DraftWindow(self.windows, slots, self._lengths[slots], block)
+        return DraftWindow(self.windows, slots, self._lengths[slots], block, self.rounds)
 
     # -- edits ----------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.kernels.gpu_weights import FoldedWeight, GroupedWeight, SplitHeads
-from deepinfer.kernels.layer_weights import HyperWeights, OutputWeights, QueryWeights
+from deepinfer.kernels.gpu_weights import FoldedWeight, GroupedWeight, ShuffledExperts, SplitHeads
+from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
 from deepinfer.kernels.triton import (
     attention,
     compressor,
@@ -19,13 +19,16 @@ from deepinfer.kernels.triton import (
     engram,
     grouped_output,
     hyper,
+    index_keys,
     norm,
     paging,
     records,
     rope,
+    router,
 )
-from deepinfer.kernels.triton.index_keys import insert_keys
+from deepinfer.kernels.triton.moe import mixture
 from deepinfer.kernels.triton.quantize import Fp8Rows, quantize_rows
+from deepinfer.kernels.weights import DenseWeight
 
 copy_rows, window_rows, entry_rows, token_history = (
     paging.copy_rows,
@@ -34,8 +37,8 @@ copy_rows, window_rows, entry_rows, token_history = (
     paging.token_history,
 )
 commit_windows = paging.commit_window
-insert_window, insert_compressed = records.insert_window, records.insert_compressed
-insert_key_pages = insert_keys
+insert_compressed, insert_key_pages = records.insert_compressed, index_keys.insert_keys
+put_key_rows, pack_keys = index_keys.put_key_rows, index_keys.pack_keys
 hyper_expand, hyper_collapse, hyper_collapse_norm = hyper.hyper_expand, hyper.hyper_collapse, hyper.hyper_collapse_norm
 engram_inject, compress_pairs = engram.engram_inject, compressor.compress_pairs
 rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
@@ -52,6 +55,17 @@ def keep_quantized(x: Tensor, rows: Fp8Rows) -> Tensor:
     """x, which nobody may change from here on, with its `quantized`."""
     x.folded_rows = rows  # type: ignore[attr-defined]
     return x
+
+
+_counted: dict[torch.device, Tensor] = {}
+
+
+def insert_windows(kv: Tensor, places: Tensor) -> None:
+    """kv [N, D] as window records into places uint8 [N, D + D / 32], neighbouring rows of a pool."""
+    numbers = _counted.get(kv.device)
+    if numbers is None or len(numbers) < len(kv):
+        numbers = _counted[kv.device] = torch.arange(max(len(kv), 4096), dtype=torch.int32, device=kv.device)
+    records.insert_window(kv, places, numbers[: len(kv)])
 
 
 # -- products -----------------------------------------------------------------------------------------------------
@@ -96,6 +110,18 @@ def grouped_heads(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tens
     assert isinstance(w.wo_a, GroupedWeight)
     weight = w.wo_a.folded
     return grouped_output.grouped_output(o, weight.codes, weight.factors, cos, sin, w.wo_a.groups)
+
+
+def moe(x: Tensor, w: MoeWeights, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `select.moe`, with the sum in bf16, ids int32 and no scores."""
+    bank = w.experts
+    assert isinstance(bank, ShuffledExperts) and isinstance(w.gate, DenseWeight)
+    ids, weights, scores = router.route(
+        linear_wide(x, w.gate.values), bias, topk=w.topk, scale=w.scale, normalize=w.normalize, gate_temp=w.temperature
+    )
+    up, down = bank.shared_up.whole, bank.shared_down
+    shared = (up.codes, up.factors), (down.codes, down.factors)
+    return mixture(x, ids, weights, bank.routed, shared, w.limit, rows=quantized(x)), ids, weights, scores
 
 
 # -- the stream ---------------------------------------------------------------------------------------------------

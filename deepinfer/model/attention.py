@@ -80,7 +80,7 @@ class Attention:
     def _leave_keys(self, x: Tensor, kv: Tensor, state: StepState) -> tuple[Tensor, Tensor]:
         """Window entries into the staging area, compressed entries and index keys into their blocks -> what
         `stage_window` gives."""
-        window = state.stage_window(self.layer, self.numerics.window_record(kv))
+        window = state.stage_window(self.layer, kv if state.rounds.latents else self.numerics.window_record(kv))
         if self.compressor is not None:
             self.compressor(x, state)
         return window

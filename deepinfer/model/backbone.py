@@ -45,7 +45,7 @@ class DeepseekV41:
         self.tables = table_rows(self._engrams, config.engram_columns, source.device, numerics.dtype)
         self.norm = source.vector("norm.weight")
         self.head = source.matrix("head")
-        self.rotations = Rotations(config)
+        self.rotations = Rotations(config, source.device)
         self.draft: DraftModel | None = None
         if drafts:
             self.draft = DraftModel(

@@ -27,7 +27,7 @@ class Compressor:
         self.wkv = source.matrix(f"{prefix}.compressor.wkv")
         self.wgate = source.matrix(f"{prefix}.compressor.wgate") if self.ratio == 2 else None
         self.norm = source.vector(f"{prefix}.compressor.norm.weight")
-        self.keys = IndexKeys(config, source, f"{prefix}.indexer", numerics)
+        self.keys = IndexKeys(config, source, f"{prefix}.indexer")
 
     def __call__(self, x: Tensor, state: StepState) -> None:
         """x [N, D]: the attention's normalised input."""
@@ -35,8 +35,9 @@ class Compressor:
         if latents.shape[0] == 0:
             return
         cos, sin = state.compressed_rope(state.entry_positions(self.layer))
-        keys = self.keys(latents, cos, sin)
-        kv = self.numerics.compressed_record(select.apply_rope(latents, cos, sin))
+        keys, kv = self.keys(latents, cos, sin), select.apply_rope(latents, cos, sin)
+        keys = keys if state.rounds.keys else self.numerics.index_record(keys)
+        kv = kv if state.rounds.latents else self.numerics.compressed_record(kv)
         state.trace(f"layers.{self.layer}.compressed_kv", kv)
         state.trace(f"layers.{self.layer}.index_k", keys)
         state.write_entries(self.layer, kv, keys)

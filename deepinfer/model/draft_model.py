@@ -53,7 +53,7 @@ class DraftModel:
         self.markov_head = source.matrix(f"{last}.markov_head.head")
         self.confidence_head = source.matrix(f"{last}.confidence_head.proj")
         self.embed, self.head = embed, head
-        self._frequencies = rotations.window.to(source.device)
+        self._frequencies = rotations.window
 
     @property
     def num_stages(self) -> int:
@@ -72,7 +72,7 @@ class DraftModel:
         x = select.rms_norm(x, self.main_norm, self.config.rms_norm_eps)  # in place of the stages' own norms
         for stage in self.stages:
             latents = select.window_latents(x, stage.attention.queries, cos, sin)
-            view.stage_window(stage.layer, self.numerics.window_record(latents))
+            view.stage_window(stage.layer, latents if view.rounds.latents else self.numerics.window_record(latents))
             view.commit_window(stage.layer)
 
     def hidden(self, anchors: Tensor, window: BlockWindow) -> Tensor:

@@ -28,15 +28,16 @@ class Selection:
 class IndexKeys:
     """Keys of a KV source's entries."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, prefix: str, numerics: Numerics) -> None:
+    def __init__(self, config: ModelConfig, source: WeightSource, prefix: str) -> None:
         self.wk = source.matrix(f"{prefix}.wk")
         self.norm = source.vector(f"{prefix}.k_norm.weight")
-        self.eps, self.numerics = config.rms_norm_eps, numerics
+        self.eps = config.rms_norm_eps
 
     def __call__(self, latents: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Latents before RoPE [G, head_dim] and the rotation of their positions -> records [G, index_head_dim]."""
+        """Latents before RoPE [G, head_dim] and the rotation of their positions -> [G, index_head_dim], before their
+        records are rounded."""
         keys = select.rms_norm(select.project(latents, self.wk, rounded=False), self.norm, self.eps)
-        return self.numerics.index_record(select.apply_rope(keys, cos, sin))
+        return select.apply_rope(keys, cos, sin)
 
 
 class Indexer:

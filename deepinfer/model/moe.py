@@ -46,5 +46,6 @@ class MixtureOfExperts:
         y, ids, weights, scores = select.moe(x, self.weights, bias)
         state.trace(f"{self.prefix}.router_ids", ids)
         state.trace(f"{self.prefix}.router_weights", weights)
-        state.trace(f"{self.prefix}.router_scores", scores)
+        if scores is not None:
+            state.trace(f"{self.prefix}.router_scores", scores)
         return y.to(self.numerics.dtype)

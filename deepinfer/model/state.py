@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from deepinfer.kernels.reference.rope import rope_angles, rope_frequencies, yarn_frequencies
@@ -31,6 +32,13 @@ class Segment(Protocol):
     def whole(self) -> bool: ...
 
 
+class Rounding(NamedTuple):
+    """Which records a cache rounds itself, as the bfloat16 numerics would."""
+
+    latents: bool = False  # window and compressed records
+    keys: bool = False
+
+
 class StepBatch(Protocol):
     """The rows of a step, int64 [N] each, on the device; `batch.Batch` and `cache.graph_step.StepRows` have them."""
 
@@ -52,6 +60,10 @@ class CacheView(Protocol):
     def narrowed(self) -> tuple[Tensor, CacheView] | None: ...
     @property
     def keeps_drafts(self) -> bool: ...
+    @property
+    def rounds(self) -> Rounding:
+        """Which records are rounded where they are written, so that they come as they are."""
+        ...
 
     def draft_context(self) -> tuple[Tensor | None, CacheView]: ...
     def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -75,6 +87,9 @@ class BlockWindow(Protocol):
 
     positions: Tensor  # int64 [R * block]
 
+    @property
+    def rounds(self) -> Rounding: ...
+
     def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
@@ -87,10 +102,10 @@ class ModelCache(Protocol):
 class Rotations:
     """The two sets of RoPE frequencies: plain for ratio-0 layers, YaRN for layers that read compressed KV."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
         dim, scaling = config.qk_rope_head_dim, config.rope_scaling
-        self.window = rope_frequencies(dim, config.rope_theta)
-        self.compressed = yarn_frequencies(
+        self.window = rope_frequencies(dim, config.rope_theta).to(device)
+        compressed = yarn_frequencies(
             dim,
             config.compress_rope_theta,
             factor=scaling.factor,
@@ -98,6 +113,7 @@ class Rotations:
             beta_fast=scaling.beta_fast,
             beta_slow=scaling.beta_slow,
         )
+        self.compressed = compressed.to(device)
 
 
 class StepState:
@@ -116,15 +132,15 @@ class StepState:
     ) -> None:
         positions = view.batch.positions
         self.dead = dead  # bool [N], image tokens; None = none in this step
-        self.window_rope = rope_angles(positions, rotations.window.to(positions.device))
-        self._compressed = rotations.compressed.to(positions.device)
+        self.window_rope = rope_angles(positions, rotations.window)
+        self._compressed = rotations.compressed
         self.compressed_query_rope = rope_angles(positions, self._compressed)
         self._trace, self._taps = trace, taps
         self._look_at(view)
         self.kept = None if view.narrowed is None else view.narrowed[0]
 
     def _look_at(self, view: CacheView) -> None:
-        self.view = view
+        self.view, self.rounds = view, view.rounds
         self._selected: tuple[int, Tensor, Tensor] | None = None
         self.stage_window, self.commit_window = view.stage_window, view.commit_window
         self.close_pairs, self.closing_rows = view.close_pairs, view.closing_rows
@@ -176,7 +192,7 @@ class BlockState(StepState):
         self.dead = self.kept = None  # drafts are text
         self.window_rope = rope
         self._trace = self._taps = None
-        self.stage_window = window.stage
+        self.stage_window, self.rounds = window.stage, window.rounds
         self.commit_window = _keep_nothing
 
 

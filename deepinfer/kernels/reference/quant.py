@@ -7,6 +7,8 @@ significant bits times an e4m3 scale of 4 needs 6 of bf16's 8).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -28,9 +30,15 @@ _STRICT = torch.tensor([0.25, 1.25, 2.5, 5.0])
 _INCLUSIVE = torch.tensor([0.75, 1.75, 3.5])
 
 
+@cache
+def _on(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The tables above on a device, copied once: a CUDA graph cannot copy them from the host."""
+    return FP4_TABLE.to(device), _STRICT.to(device), _INCLUSIVE.to(device)
+
+
 def _ceil_log2_scale(amax: Tensor, largest: float) -> Tensor:
     """2^ceil(log2(amax / largest)) from exponent bits: exponent, plus one when the mantissa is not zero. float32."""
-    ratio = amax.float() * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device)
+    ratio = amax.float() * torch.full((), 1.0 / largest, dtype=torch.float32, device=amax.device)
     bits = ratio.view(torch.int32)
     exponent = (bits >> 23) + (bits & 0x7FFFFF).ne(0).int()  # amax > 0, so there is no sign bit
     return (exponent.clamp(1, 254) << 23).view(torch.float32)
@@ -74,8 +82,9 @@ def fake_quantize_fp8(x: Tensor) -> Tensor:
 def fp4_codes(v: Tensor) -> Tensor:
     """Scaled values -> e2m1 codes (uint8, bit 3 = sign), round to nearest, ties to the even code, saturating."""
     magnitude = v.abs()
-    code = torch.bucketize(magnitude, _STRICT.to(v.device), right=False)  # boundaries strictly below the magnitude
-    code += torch.bucketize(magnitude, _INCLUSIVE.to(v.device), right=True)  # boundaries at or below it
+    _, strict, inclusive = _on(v.device)
+    code = torch.bucketize(magnitude, strict, right=False)  # boundaries strictly below the magnitude
+    code += torch.bucketize(magnitude, inclusive, right=True)  # boundaries at or below it
     return (code + torch.signbit(v) * 8).to(torch.uint8)
 
 
@@ -96,7 +105,7 @@ def quantize_fp4_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize_fp4(codes: Tensor, scale: Tensor) -> Tensor:
     """Unpacked e2m1 codes [..., K] and float32 scales [..., groups] -> float32 [..., K]."""
-    values = FP4_TABLE.to(codes.device)[codes.long()]
+    values = _on(codes.device)[0][codes.long()]
     return (values.unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)).flatten(-2)
 
 

@@ -22,12 +22,11 @@ def top_mask(scores: Tensor, k: int) -> Tensor:
 
 def mask_to_indices(mask: Tensor, k: int) -> Tensor:
     """bool [N, M] with at most k set per row -> int64 [N, k] ascending positions, -1 = empty."""
-    row, position = mask.nonzero(as_tuple=True)
-    counts = mask.sum(-1)
-    rank = torch.arange(row.numel(), device=mask.device) - (counts.cumsum(0) - counts)[row]
-    out = torch.full((mask.shape[0], k), -1, dtype=torch.int64, device=mask.device)
-    out[row, rank] = position
-    return out
+    rows, entries = mask.shape
+    place = torch.where(mask, mask.cumsum(-1) - 1, k)  # of what is not set: one behind the list
+    out = torch.full((rows, k + 1), -1, dtype=torch.int64, device=mask.device)
+    out.scatter_(1, place, torch.arange(entries, device=mask.device).expand(rows, -1))
+    return out[:, :k].contiguous()
 
 
 def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.reference import attention, indexer, records, selection
-from deepinfer.kernels.select.backends import cpu_fast, cpu_twins, gpu
+from deepinfer.kernels.select.backends import cpu_fast, cpu_twins, gpu, gpu_fast
 
 
 def sparse_attention(
@@ -24,7 +24,7 @@ def sparse_attention(
     """split: q holds the even dims of a head before its odd ones (`in_split_order`), and so does what comes back."""
     if split:
         ops = gpu()
-        if ops.serves_attention(q, window_pool, kv_pool):
+        if gpu_fast(q) and ops.serves_attention(q, window_pool, kv_pool):
             return ops.sparse_attention(q, window_pool, window_indices, kv_pool, kv_indices, sink, scale)
         halves = q.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)  # back to pairs of neighbours
         out = attention.sparse_attention(halves, window_pool, window_indices, kv_pool, kv_indices, sink, scale)

@@ -5,19 +5,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepinfer.kernels.cpu import ops as cpu
+from deepinfer.kernels.gpu_weights import ShuffledExperts
 from deepinfer.kernels.layer_weights import MoeWeights
 from deepinfer.kernels.reference import experts, router
-from deepinfer.kernels.select.backends import cpu_fast
+from deepinfer.kernels.select.backends import cpu_fast, gpu, gpu_fast
 from deepinfer.kernels.select.projections import project_wide
 from deepinfer.kernels.weights import Experts, Weight, loose
 
 
-def moe(x: Tensor, w: MoeWeights, row_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, D] -> sum of routed and shared experts float32 [N, D], expert ids int64 [N, k] best first, their weights
-    float32 [N, k], scores float32 [N, experts]. row_bias float32 [N, experts] replaces the weights' bias."""
+def moe(x: Tensor, w: MoeWeights, row_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """x [N, D] -> sum of routed and shared experts float32 (or rounded to x's dtype) [N, D], expert ids [N, k] best
+    first, their weights float32 [N, k], scores float32 [N, experts] or None.
+    row_bias float32 [N, experts] replaces the weights' bias."""
     if w.packed is not None and cpu_fast(x):
         return cpu.moe(x, w, row_bias)
     bias = w.bias if row_bias is None else row_bias
+    if isinstance(w.experts, ShuffledExperts) and gpu_fast(x):
+        return gpu().moe(x, w, bias)
     ids, weights, scores = router.route(
         project_wide(x, w.gate),
         bias,

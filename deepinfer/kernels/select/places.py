@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.reference import paging
-from deepinfer.kernels.select.backends import gpu, gpu_numbers, whole_numbers
+from deepinfer.kernels.select.backends import gpu, gpu_fast, gpu_numbers, whole_numbers
 
 
 def window_rows(
@@ -47,3 +50,34 @@ def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
         gpu().copy_rows(pool, targets, sources)
     else:
         pool[targets] = pool[sources]
+
+
+def put_windows(places: Tensor, kv: Tensor, encode: Callable[[Tensor], Tensor]) -> None:
+    """kv [N, D] as window records into places [N, width], rows of a pool. GPU kernels round what they pack."""
+    if places.dtype == torch.uint8 and gpu_fast(kv):
+        gpu().insert_windows(kv, places)
+    else:
+        places[:] = encode(kv)
+
+
+def put_compressed(pool: Tensor, rows: Tensor, kv: Tensor, encode: Callable[[Tensor], Tensor]) -> None:
+    """kv [G, D] as compressed records into rows int64 [G] of a pool. GPU kernels round what they pack."""
+    if pool.dtype == torch.uint8 and gpu_fast(kv):
+        gpu().insert_compressed(kv, pool, rows)
+    else:
+        pool[rows] = encode(kv)
+
+
+def pages_keys(heads: int, size: int) -> bool:
+    """Whether index keys of this shape can lie in pages."""
+    return (heads, size) == (32, 128)
+
+
+def put_key_pages(pool: Tensor, rows: Tensor, keys: Tensor, per_block: int) -> None:
+    """keys [G, 128] into rows int64 [G] of a pool whose blocks of `per_block` keys hold codes before scales. Rounded
+    where they are written."""
+    ops = gpu()
+    if gpu_fast(keys):
+        ops.insert_key_pages(keys, pool, rows, per_block)
+    else:
+        ops.put_key_rows(pool, rows, per_block, ops.pack_keys(keys))
