@@ -4,10 +4,12 @@ Weights stand on the M side of the product. Each thread reads 16 bytes (32 weigh
 them up at once with a byte permute in a table that holds the scale (`experts_layout.py`), and has the registers that
 wgmma takes. The sum over K is cut in two ways:
 
-- exact sums: a partial sum of 512 of K is added to a float32 sum. The tensor core's FP8 sums keep few bits, so one chain
-  over all of K costs accuracy (2.0e-3 after bfloat16 where this costs 1.67e-3; rounding alone 1.65e-3). The order of all
-  additions is that of K, whatever the tile, so a row's bits do not depend on the batch.
-- chained: one sum over all of K, for many rows, where the additions cost time. Also independent of the tile.
+- exact sums: the product of 128 of K is added to a float32 sum. The tensor core's own FP8 sums keep few bits: one
+  chain over K = 5120 leaves 1.96e-3 after bfloat16 where this leaves 1.66e-3, and rounding alone 1.65e-3.
+- chained: one sum over all of K, for many rows, where the additions cost time.
+
+Either way the order of the additions is that of K, whatever the tile, so a row's bits do not depend on the batch while
+the kind of sum stays the same.
 
 In both, `_settled` makes the sum pass through an (empty) instruction before the next step: the compiler then waits for
 the tensor core, which still reads the registers that the next step's weights are written to. Without it results are
@@ -29,8 +31,6 @@ from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previ
 from deepinfer.kernels.triton.quantize import Fp8Rows, to_type
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
 
-PROMOTE = 4  # blocks of K whose sum the tensor core keeps, where sums are exact
-
 
 class Tile(NamedTuple):
     """weight rows x slots of a program, how many blocks of K are on their way, and how it is launched."""
@@ -40,19 +40,20 @@ class Tile(NamedTuple):
     stages: int
     warps: int
     registers: int | None = None  # of a thread, at most
+    halves: bool = False  # exact sums of 128 weight rows in two steps of 64
 
 
-def block_rows(slots: int, experts: int) -> int:
+def block_rows(slots: int, experts: int, *, exact: bool = False) -> int:
     """How many rows a block has where `slots` slots fall on `experts` experts (all of the layer): measured."""
     mean = slots / experts
     if mean <= 12:
         return 16
     if mean <= 24:
         return 32
-    return 64 if mean <= 200 else 128
+    return 64 if mean <= 200 or exact else 128
 
 
-def choose_tile(rows: int) -> Tile:
+def choose_tile(rows: int, *, exact: bool = False) -> Tile:
     """The tile for blocks of `rows` rows."""
     return Tile(128, rows, 6 if rows <= 32 else 4, 4)
 
@@ -128,56 +129,86 @@ def _step(words, steps, x, total, ROWS: tl.constexpr, WIDE: tl.constexpr, FRESH:
 
 
 @triton.jit
-def _products(
-    x, places, live, codes, scales, expert, tile, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
-    SLOTS: tl.constexpr, PROMOTE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+def _places(row, first, BLOCKS: tl.constexpr):
+    """Where the rows' codes [rows, 64] and scales [rows, 4] of the first block of K lie; `first`: number of the tile of
+    64 rows x 128 of K that the first row is in."""
+    tile = first + (row // 64) * BLOCKS
+    inside = row % 64
+    words = (tile * 4096 + inside * 64)[:, None] + tl.arange(0, 64)[None, :]
+    return words, (tile * 256 + inside * 4)[:, None] + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def _chain(
+    x, places, live, codes, scales, first, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows tile * ROWS .. of an expert's matrix times rows `places` of x -> float32 [ROWS, SLOTS], without factors."""
+    """ROWS rows of a matrix times rows `places` of x -> float32 [ROWS, SLOTS], without factors; one sum over K."""
     BLOCKS: tl.constexpr = WIDTH // 128
-    row = tl.arange(0, ROWS)
-    first = (expert.to(tl.int64) * (OUTPUTS // 64) + tile * (ROWS // 64)) * BLOCKS  # tile of 64 rows x 128 of K
-    behind = (row // 64) * BLOCKS
-    word_places = (behind * 4096 + (row % 64) * 64)[:, None] + tl.arange(0, 64)[None, :]
-    step_places = (behind * 256 + (row % 64) * 4)[:, None] + tl.arange(0, 4)[None, :]
-    x_places = places[:, None] * WIDTH + tl.arange(0, 128)[None, :]
+    words_at, steps_at = _places(tl.arange(0, ROWS), 0, BLOCKS)
+    x_at = places[:, None] * WIDTH + tl.arange(0, 128)[None, :]
     codes += first * 4096
     scales += first * 256
     total = tl.zeros((ROWS, SLOTS), tl.float32)
-    part = tl.zeros((ROWS, SLOTS), tl.float32)
     for k in tl.range(0, BLOCKS, num_stages=STAGES):
-        words = tl.load(codes + k * 4096 + word_places)
-        steps = tl.load(scales + k * 256 + step_places)
-        rows = tl.load(x + (k * 128 + x_places), mask=live[:, None], other=0.0)
-        if PROMOTE == 0:
-            total = _step(words, steps, rows, total, ROWS, WIDE, False)
-        elif PROMOTE == 1:
-            total += _step(words, steps, rows, total, ROWS, WIDE, True)
-        else:
-            part = _step(words, steps, rows, part, ROWS, WIDE, False)
-            if k % PROMOTE == PROMOTE - 1:
-                total += part
-                part = tl.zeros((ROWS, SLOTS), tl.float32)
-    if PROMOTE > 1 and BLOCKS % PROMOTE != 0:
-        total += part
+        words = tl.load(codes + k * 4096 + words_at)
+        steps = tl.load(scales + k * 256 + steps_at)
+        rows = tl.load(x + (k * 128 + x_at), mask=live[:, None], other=0.0)
+        total = _step(words, steps, rows, total, ROWS, WIDE, False)
     return total
 
 
 @triton.jit
-def _up_tile(
-    x, x_scale, codes, scales, factors, out, order, weights, limit, expert, begin, rows, tile, TOPK: tl.constexpr,
-    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PROMOTE: tl.constexpr,
+def _sum(
+    x, places, live, codes, scales, first, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up projection, SwiGLU and routing weight of up to SLOTS slots, ROWS / 2 channels."""
-    inside = tl.arange(0, SLOTS)
-    live = inside < rows
-    slots = tl.load(order + begin + inside, mask=live, other=0)
-    tokens = slots // TOPK
-    sums = _products(
-        x, tokens, live, codes, scales, expert, tile, WIDTH, OUTPUTS, ROWS, SLOTS, PROMOTE, WIDE, STAGES
-    )  # fmt: skip
-    factor = tl.load(factors + expert * OUTPUTS + tile * ROWS + tl.arange(0, ROWS))
-    sums *= factor[:, None]
+    """The same with exact sums: 128 of K at a time."""
+    BLOCKS: tl.constexpr = WIDTH // 128
+    words_at, steps_at = _places(tl.arange(0, ROWS), 0, BLOCKS)
+    x_at = places[:, None] * WIDTH + tl.arange(0, 128)[None, :]
+    codes += first * 4096
+    scales += first * 256
+    total = tl.zeros((ROWS, SLOTS), tl.float32)
+    for k in tl.range(0, BLOCKS, num_stages=STAGES):
+        words = tl.load(codes + k * 4096 + words_at)
+        steps = tl.load(scales + k * 256 + steps_at)
+        rows = tl.load(x + (k * 128 + x_at), mask=live[:, None], other=0.0)
+        total += _step(words, steps, rows, total, ROWS, WIDE, True)
+    return total
+
+
+@triton.jit
+def _sum_halves(
+    x, places, live, codes, scales, first, WIDTH: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same for 128 rows, in two halves one after the other: the partial sums of one take half of the registers."""
+    BLOCKS: tl.constexpr = WIDTH // 128
+    words_at, steps_at = _places(tl.arange(0, 64), 0, BLOCKS)
+    x_at = places[:, None] * WIDTH + tl.arange(0, 128)[None, :]
+    codes += first * 4096
+    scales += first * 256
+    upper = tl.zeros((64, SLOTS), tl.float32)
+    lower = tl.zeros((64, SLOTS), tl.float32)
+    for k in tl.range(0, BLOCKS, num_stages=STAGES):
+        rows = tl.load(x + (k * 128 + x_at), mask=live[:, None], other=0.0)
+        words = tl.load(codes + k * 4096 + words_at)
+        steps = tl.load(scales + k * 256 + steps_at)
+        words_2 = tl.load(codes + (k + BLOCKS) * 4096 + words_at)
+        steps_2 = tl.load(scales + (k + BLOCKS) * 256 + steps_at)
+        upper += _step(words, steps, rows, upper, 64, WIDE, True)
+        lower += _step(words_2, steps_2, rows, lower, 64, WIDE, True)
+    return upper, lower
+
+
+@triton.jit
+def _finish_up(
+    sums, x_scale, factors, out, weights, limit, slots, tokens, live, place, row, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Sums of ROWS rows from `row` on -> SwiGLU times the routing weight, bf16, ROWS / 2 channels at sorted places."""
+    sums *= tl.load(factors + row + tl.arange(0, ROWS))[:, None]
     if not WIDE:
         sums *= tl.load(x_scale + tokens, mask=live, other=0.0)[None, :]
     # Rows alternate by eight: both of a pair are in one thread.
@@ -187,68 +218,83 @@ def _up_tile(
     up = tl.minimum(tl.maximum(up, -limit), limit)
     weight = tl.load(weights + slots, mask=live, other=0.0)
     act = (gate / (1.0 + tl.exp(-gate)) * up).reshape(ROWS // 2, SLOTS) * weight[None, :]
-    channels = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
-    where = (begin + inside).to(tl.int64)[:, None] * (OUTPUTS // 2) + channels[None, :]
+    channels = row % OUTPUTS // 2 + tl.arange(0, ROWS // 2)
+    where = place.to(tl.int64)[:, None] * (OUTPUTS // 2) + channels[None, :]
     tl.store(out + where, tl.trans(to_type(act, tl.bfloat16)), mask=live[:, None])
 
 
 @triton.jit
-def _down_tile(
-    x, x_scale, codes, scales, factors, out, expert, begin, rows, tile, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, PROMOTE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+def _finish_down(
+    sums, x_scale, factors, out, live, place, row, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Down projection of up to SLOTS slots, ROWS channels."""
+    """Sums of ROWS rows from `row` on -> bf16 at sorted places."""
+    sums *= tl.load(factors + row + tl.arange(0, ROWS))[:, None]
+    if not WIDE:
+        sums *= tl.load(x_scale + place, mask=live, other=0.0)[None, :]
+    where = place.to(tl.int64)[:, None] * OUTPUTS + (row % OUTPUTS + tl.arange(0, ROWS))[None, :]
+    tl.store(out + where, tl.trans(to_type(sums, tl.bfloat16)), mask=live[:, None])
+
+
+@triton.jit
+def _tile(
+    x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, row, TOPK: tl.constexpr,
+    UP: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    EXACT: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows row .. row + ROWS - 1 of all experts' matrices, one below the other, times up to SLOTS slots."""
     inside = tl.arange(0, SLOTS)
     live = inside < rows
-    places = begin + inside
-    sums = _products(
-        x, places, live, codes, scales, expert, tile, WIDTH, OUTPUTS, ROWS, SLOTS, PROMOTE, WIDE, STAGES
-    )  # fmt: skip
-    channels = tile * ROWS + tl.arange(0, ROWS)
-    sums *= tl.load(factors + expert * OUTPUTS + channels)[:, None]
-    if not WIDE:
-        sums *= tl.load(x_scale + places, mask=live, other=0.0)[None, :]
-    where = places.to(tl.int64)[:, None] * OUTPUTS + channels[None, :]
-    tl.store(out + where, tl.trans(to_type(sums, tl.bfloat16)), mask=live[:, None])
+    place = begin + inside
+    if UP:
+        slots = tl.load(order + place, mask=live, other=0)
+        source = slots // TOPK
+    else:
+        slots = place
+        source = place
+    first = (row // 64).to(tl.int64) * (WIDTH // 128)
+    if HALVES:
+        upper, lower = _sum_halves(x, source, live, codes, scales, first, WIDTH, SLOTS, WIDE, STAGES)
+        if UP:
+            _finish_up(upper, x_scale, factors, out, weights, limit, slots, source, live, place, row, 64, SLOTS,
+                       OUTPUTS, WIDE)  # fmt: skip
+            _finish_up(lower, x_scale, factors, out, weights, limit, slots, source, live, place, row + 64, 64, SLOTS,
+                       OUTPUTS, WIDE)  # fmt: skip
+        else:
+            _finish_down(upper, x_scale, factors, out, live, place, row, 64, OUTPUTS, WIDE)
+            _finish_down(lower, x_scale, factors, out, live, place, row + 64, 64, OUTPUTS, WIDE)
+    else:
+        if EXACT:
+            sums = _sum(x, source, live, codes, scales, first, WIDTH, ROWS, SLOTS, WIDE, STAGES)
+        else:
+            sums = _chain(x, source, live, codes, scales, first, WIDTH, ROWS, SLOTS, WIDE, STAGES)
+        if UP:
+            _finish_up(sums, x_scale, factors, out, weights, limit, slots, source, live, place, row, ROWS, SLOTS,
+                       OUTPUTS, WIDE)  # fmt: skip
+        else:
+            _finish_down(sums, x_scale, factors, out, live, place, row, ROWS, OUTPUTS, WIDE)
 
 
 @triton.jit
 def _experts_kernel(
     x, x_scale, codes, scales, factors, out, blocks, order, weights, limit, TOPK: tl.constexpr, UP: tl.constexpr,
-    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PROMOTE: tl.constexpr,
-    WIDE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr,
+    HALVES: tl.constexpr, SMALLER: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_previous()
     block = blocks + tl.program_id(0) // (OUTPUTS // ROWS) * 4
-    tile = tl.program_id(0) % (OUTPUTS // ROWS)
     expert = tl.load(block)
     if expert < 0:
         return
+    row = expert * OUTPUTS + tl.program_id(0) % (OUTPUTS // ROWS) * ROWS
     begin = tl.load(block + 1)
     rows = tl.load(block + 2)
-    if HALVES and rows <= SLOTS // 2:  # an expert's last rows: a smaller tile wastes less
-        if UP:
-            _up_tile(
-                x, x_scale, codes, scales, factors, out, order, weights, limit, expert, begin, rows, tile, TOPK, WIDTH,
-                OUTPUTS, ROWS, SLOTS // 2, PROMOTE, WIDE, STAGES,
-            )  # fmt: skip
-        else:
-            _down_tile(
-                x, x_scale, codes, scales, factors, out, expert, begin, rows, tile, WIDTH, OUTPUTS, ROWS, SLOTS // 2,
-                PROMOTE, WIDE, STAGES,
-            )  # fmt: skip
+    if SMALLER > 0 and rows <= SMALLER:  # an expert's last rows: a smaller tile wastes less
+        _tile(x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, row, TOPK, UP, WIDTH,
+              OUTPUTS, ROWS, SMALLER, EXACT, False, WIDE, STAGES)  # fmt: skip
     else:
-        if UP:
-            _up_tile(
-                x, x_scale, codes, scales, factors, out, order, weights, limit, expert, begin, rows, tile, TOPK, WIDTH,
-                OUTPUTS, ROWS, SLOTS, PROMOTE, WIDE, STAGES,
-            )  # fmt: skip
-        else:
-            _down_tile(
-                x, x_scale, codes, scales, factors, out, expert, begin, rows, tile, WIDTH, OUTPUTS, ROWS, SLOTS,
-                PROMOTE, WIDE, STAGES,
-            )  # fmt: skip
+        _tile(x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, row, TOPK, UP, WIDTH,
+              OUTPUTS, ROWS, SLOTS, EXACT, HALVES, WIDE, STAGES)  # fmt: skip
 
 
 def experts_up(
@@ -303,7 +349,7 @@ def _launch(
         raise ValueError(f"rows of {values.shape[1]} values for matrices with {matrix.columns} columns")
     if values.numel() >= 1 << 31:
         raise ValueError(f"{len(values)} rows of {values.shape[1]} values: places in them must fit 31 bits")
-    tile = choose_tile(plan.block_rows) if tile is None else tile
+    tile = choose_tile(plan.block_rows, exact=exact) if tile is None else tile
     if out is None:
         out = torch.empty(slots, matrix.rows // 2 if up else matrix.rows, dtype=torch.bfloat16, device=values.device)
     limited = {} if tile.registers is None else {"maxnreg": tile.registers}
@@ -317,9 +363,10 @@ def _launch(
         OUTPUTS=matrix.rows,
         ROWS=tile.weights,
         SLOTS=tile.rows,
-        PROMOTE=PROMOTE if exact else 0,
+        EXACT=exact,
+        HALVES=exact and tile.halves,
+        SMALLER=tile.rows // 2 if tile.rows >= 128 else 0,
         WIDE=wide,
-        HALVES=tile.rows >= 128,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **limited,

@@ -19,7 +19,7 @@ from deepinfer.kernels.triton.runtime import launch
 
 SMALL_CHUNK = 128  # slots of a program; up to SMALL_SLOTS each one counts all slots for itself, without a launch before
 SMALL_SLOTS = 4096
-LARGE_CHUNK = 512
+LARGE_CHUNK = 256
 WARPS = 8
 
 
@@ -161,8 +161,9 @@ def place_slots(
     else:
         total = tl.zeros((WIDTH,), tl.int32)
         earlier = tl.zeros((WIDTH,), tl.int32)
-        for start in range(0, CHUNKS, 16):
-            rows = start + tl.arange(0, 16)
+        STEP: tl.constexpr = max(4096 // WIDTH, 8)
+        for start in range(0, CHUNKS, STEP):
+            rows = start + tl.arange(0, STEP)
             where = scratch + rows[:, None] * (5 * WIDTH) + expert[None, :]
             counts = tl.load(where, mask=(rows < CHUNKS)[:, None], other=0)
             total += tl.sum(counts, axis=0)

@@ -36,8 +36,8 @@ def routed_experts(
     are promoted for any number of rows, and a row's bits do not depend on the batch; otherwise only up to 64 rows an
     expert. wide: activations stay bf16 (W4A16), which is more exact than the release.
     """
-    rows = block_rows(ids.numel(), bank.experts if total_experts is None else total_experts)
-    exact = exact or rows < 128
+    rows = block_rows(ids.numel(), bank.experts if total_experts is None else total_experts, exact=exact)
+    exact = exact or rows < 128  # there the additions are free
     if wide:
         plan = plan_experts(ids, bank.experts, rows, bank.first)
         act = experts_up(x, plan, weights, bank.up, limit, exact=exact)
