@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.reference.records import compressed_bytes, window_bytes
-from deepinfer.kernels.triton.attention_keys import compressed_tile, window_tile
+from deepinfer.kernels.triton.attention_keys import compressed_tile, prefetch_records, window_tile
 from deepinfer.kernels.triton.quantize import to_type
 from deepinfer.kernels.triton.runtime import INTERPRET, launch, num_sms
 
@@ -79,7 +79,6 @@ def sparse_attention(
         D=size,
         B=KEYS,
         SPLIT=parts > 1,
-        STAGES=1,
         num_warps=8 if heads == 64 else 4,
     )
     if parts > 1:
@@ -104,8 +103,7 @@ def part_tiles(rows: int, tiles: int, sms: int) -> int:
 def _attention(
     q, window_pool, window_indices, kv_pool, kv_indices, sink, out, state, logit_scale,
     window, selected, window_tiles, tiles, part, window_stride, kv_stride, states,
-    HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, SPLIT: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     window_indices += n * window_stride
@@ -126,16 +124,21 @@ def _attention(
     if SPLIT:
         first = tl.program_id(1) * part
         tiles = tl.minimum(tiles, first + part)
-    for tile in tl.range(first, tiles, num_stages=STAGES):
+    lists = window_indices, kv_indices, window, selected, window_tiles
+    next_rows = _tile_rows(lists, first, B)
+    for tile in tl.range(first, tiles, num_stages=1):  # the compiler's own pipelines only cost registers here
+        rows = next_rows
+        next_rows = _tile_rows(lists, tile + 1, B)
         in_window = tile < window_tiles
-        indices = window_indices if in_window else kv_indices
-        place = tl.where(in_window, tile, tile - window_tiles) * B + tl.arange(0, B)
-        rows = tl.load(indices + place, mask=place < tl.where(in_window, window, selected), other=-1)
         # One loop over both kinds: of two, the second was compiled with three slow moves for every wgmma.
         if in_window:  # noqa: SIM108 (a ternary is for scalars)
             keys = window_tile(window_pool, rows, B, D)
         else:
             keys = compressed_tile(kv_pool, rows, B, D)
+        if tile + 1 < window_tiles:
+            prefetch_records(window_pool, next_rows, D + D // 32)
+        else:
+            prefetch_records(kv_pool, next_rows, D // 2 + D // 16)
         top, total, acc = _attend(queries, keys, rows >= 0, tile < tiles, top, total, acc, logit_scale)
     if SPLIT:
         block = n * tl.num_programs(1) + tl.program_id(1)
@@ -145,6 +148,17 @@ def _attention(
     else:
         total += tl.exp2(tl.load(sink + head, mask=here, other=0.0) * _LOG2E - top)
         tl.store(out + n * HEADS * D + places, _quotient(acc * _KEYS_UNIT, total), mask=here[:, None])
+
+
+@triton.jit
+def _tile_rows(lists, tile, B: tl.constexpr):
+    """Pool rows int32 [B] of a tile, window tiles first; -1 behind the end of a list and behind the last tile."""
+    window_indices, kv_indices, window, selected, window_tiles = lists
+    in_window = tile < window_tiles
+    indices = window_indices if in_window else kv_indices
+    place = tl.where(in_window, tile, tile - window_tiles) * B + tl.arange(0, B)
+    rows = tl.load(indices + place, mask=place < tl.where(in_window, window, selected), other=-1)
+    return rows.to(tl.int32)
 
 
 @triton.jit

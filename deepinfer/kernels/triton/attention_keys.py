@@ -100,6 +100,23 @@ def compressed_tile(pool, rows, B: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def prefetch_records(pool, rows, SIZE: tl.constexpr, PIECES: tl.constexpr = 8):
+    """Ask for records of SIZE bytes of pool at rows [B] (-1 = none) to be brought into the second-level cache."""
+    if not INTERPRET:
+        piece = tl.arange(0, PIECES) * (SIZE // PIECES)
+        places = pool + rows.to(tl.int64)[:, None] * SIZE + piece[None, :]
+        wanted = tl.broadcast_to((rows >= 0)[:, None], places.shape).to(tl.int32)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [places, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _split_order(even, odd, B: tl.constexpr, D: tl.constexpr):
     """[B, words, D / 2 / words] twice -> [B, D]: a thread's registers only get other names."""
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 3, 1, 2)), [B, D])
