@@ -19,7 +19,7 @@ from torch import Tensor
 from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import Fp8Rows, to_type
 from deepinfer.kernels.triton.rope import rope_split_
-from deepinfer.kernels.triton.runtime import launch
+from deepinfer.kernels.triton.runtime import NUM_SMS, launch
 
 
 class Tile(NamedTuple):
@@ -35,17 +35,19 @@ class Tile(NamedTuple):
 
 def choose_tile(rows: int, outputs: int, width: int) -> Tile:
     """From measurements on an H200 (docs/performance.md). `splits` and `depth` look at the weight alone."""
-    tokens = max(16, triton.next_power_of_2(rows))
-    if outputs >= 128 * 132:  # more tiles of 128 than processors: wq_b, Engram's wkv
-        return Tile(128, min(tokens, 64), 128, 1, 4, 8)
+    tokens = min(max(16, triton.next_power_of_2(rows)), 64)
+    if outputs >= 128 * NUM_SMS:  # more tiles of 128 than processors: wq_b, Engram's wkv
+        return Tile(128, tokens, 128, 1, 4, 8)
     if outputs >= 64 * 60:  # tiles of 64 keep at least half of the processors loading, without parts to be added
-        return Tile(64, min(tokens, 128 if width >= 4096 else 64), 256, 1, 4, 4)
-    return Tile(64, min(tokens, 64), 256, 4 if width >= 4096 else 1, 4, 4)
+        # Beyond 64 rows, tiles of 64 tokens where all of them run at once, else of 128.
+        return Tile(64, 128 if rows > 64 and 2 * outputs > 64 * NUM_SMS else tokens, 256, 1, 4, 4)
+    # Beyond 64 rows two programs share a processor: 98 KB of shared memory each instead of 128.
+    return Tile(64, tokens, 256, 4 if width >= 4096 else 1, 4 if rows <= 64 else 3, 4)
 
 
 def library_rows(outputs: int) -> int:
     """From so many rows on the library's product of a weight is the faster one."""
-    return 96 if outputs >= 128 * 132 else 192
+    return 96 if outputs >= 128 * NUM_SMS else 129
 
 
 @triton.jit

@@ -76,6 +76,6 @@ CASES: dict[str, Callable[[], None]] = {
     "Q8 of parts": lambda: (quantize.quantize_rows(meta(2, 64, 8192, dtype=torch.float32)), None)[1],
     "split rotation": lambda: (rope.rope_split_(meta(64, 64, 512), *angles(64)), None)[1],
     "natural rotation": lambda: (rope.apply_rope(meta(64, 512), *angles(64)), None)[1],
-    "widened weight": lambda: (grouped_output.widen(*weight(8192, 4096), 512), None)[1],
+    "widened weight": lambda: (grouped_output.widen(*weight(8192, 4096)), None)[1],
 }
 WGMMA = set(PRODUCTS)
