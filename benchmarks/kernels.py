@@ -127,19 +127,6 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """For docs/performance.md: one table, its heading names machine and commit."""
-    g = result["gpu"]
-    rates = result["rates"]
-    heading = (
-        f"{g['name']}, torch {g['torch']}, Triton {g['triton']}, commit {result['commit']}, {result['date'][:10]}. "
-        f"Limits from {rates['copy'] / 1e9:,.0f} GB/s, {rates['bf16'] / 1e12:,.0f} (bf16) and "
-        f"{rates['fp8'] / 1e12:,.0f} TFLOP/s (FP8), measured in the same run."
-    )
-    cells = [HEADER, tuple("---" for _ in HEADER), *map(row, result["cases"])]
-    return "\n".join([heading, "", *("| " + " | ".join(cell) + " |" for cell in cells)])
-
-
 def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument(
