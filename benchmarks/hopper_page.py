@@ -74,6 +74,11 @@ def rank_markdown(results: Sequence[dict[str, Any]]) -> str:
             f"| decode step of {decode['rows']:g} rows | {decode['step_ms']:.2f} ms | {decode['floor_ms']:.2f} ms | "
             f"{decode['of_floor']:.2f} | {accept_rates(decode['tokens_per_s'])} |",
         ]
+        forward = decode["forward"]
+        out.append(
+            f"| its forward pass alone | {forward['ms']:.2f} ms | {forward['floor_ms']:.2f} ms | "
+            f"{forward['of_floor']:.2f} | |"
+        )
         for line in result.get("prefill", ()):
             which = f"decoder on the last {share['keep_tokens']}" if line["narrowed"] else "all layers"
             out.append(

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.bench.random_cache import densest_format, fill_records
 from deepinfer.cache.blocks import blocks_for
 from deepinfer.cache.edits import OpenSlot, SetLength
 from deepinfer.cache.formats import lookback
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
-from deepinfer.config import BLOCK_SIZE, KV_FORMATS, VERIFY_ROWS
+from deepinfer.config import BLOCK_SIZE, VERIFY_ROWS
 from deepinfer.engine.graphs import PaddedStep
 from deepinfer.engine.plan import Admission, StepPlan
 from deepinfer.engine.runner import ModelRunner
@@ -34,7 +35,6 @@ from deepinfer.model.random_source import random_model
 from deepinfer.speculation.propose import DraftModelDrafter
 
 SMALL_TABLES = 100_000  # rows per hash column of the released shape's Engram tables: 0.6 GiB a table, not 94
-FILL_ROWS = 1 << 16  # records that are made at once: 65,536 x 512 float32 = 134 MB
 
 LEFT_OUT = (
     "network: dispatch and combine between ranks do not happen, nor do their buffers",
@@ -201,6 +201,35 @@ class Rank:
         verified = 0 if result.num_verified is None else int(result.num_verified.sum())
         return len(self._slots) + verified, len(result.token_ids)
 
+    def verify_batch(self) -> Batch:
+        """A step in which every sequence verifies all of its drafts, at its length."""
+        rows = np.full(len(self._slots), 1 + self.share.nextn)
+        return Batch.from_arrays(
+            slots=self._slots,
+            starts=self.storage.lengths(self._slots).copy(),
+            lengths=rows,
+            num_logits=rows,
+            token_ids=self._tokens(len(self._slots), 1 + self.share.nextn).ravel(),
+            device=self.device,
+        )
+
+    def verify(self, batch: Batch) -> None:
+        """The forward pass alone; `rewind` before the next one."""
+        with torch.inference_mode():
+            self.forward.forward(batch, self.storage)
+
+    def rewind(self, batch: Batch) -> None:
+        """The sequences are as long again as before the batch."""
+        ends = zip(batch.chunk_slots.tolist(), batch.starts.tolist(), strict=True)
+        self.storage.apply([SetLength(slot, length, ()) for slot, length in ends])
+
+    def draft(self) -> None:
+        """The draft pass alone, behind every sequence."""
+        assert self.runner.speculator is not None
+        anchors = torch.from_numpy(self._tokens(1, len(self._slots))[0]).to(self.device)
+        with torch.inference_mode():
+            self.runner.speculator.propose(self._slots, anchors)
+
     def close_sequences(self) -> None:
         for slot in self._slots.tolist():
             self.manager.close(slot)
@@ -271,28 +300,3 @@ class Rank:
         """Of the block pools as they are allocated, the null block left out."""
         total = sum(part.kv.nbytes + part.keys.nbytes for part in self.storage.records.values())
         return total / ((self.num_blocks + 1) * BLOCK_SIZE)
-
-
-def densest_format(device: torch.device, dtype: str) -> str:
-    """Of the records that this device's kernels read."""
-    if dtype == "float32":
-        return "float32"
-    return "hopper" if device.type == "cuda" and "hopper" in KV_FORMATS else "packed"
-
-
-def fill_records(storage: CacheStorage, random: torch.Generator) -> None:
-    """Every block and every ring of the cache holds records of random values of about size 1."""
-    config, device = storage.config, storage.device
-
-    def values(rows: int, size: int) -> Tensor:
-        return torch.randn(rows, size, generator=random, device=device)
-
-    for records in storage.records.values():
-        for first in range(0, len(records.kv), FILL_ROWS):
-            rows = torch.arange(first, min(first + FILL_ROWS, len(records.kv)), device=device)
-            records.write(rows, values(len(rows), config.head_dim), values(len(rows), config.index_head_dim))
-    windows = storage.windows
-    for layer in range(len(windows.pool)):
-        windows.pool[layer, : windows.staging] = windows.format.encode(values(windows.staging, config.head_dim))
-    for rows in storage.open_rows.rows.values():
-        rows.normal_(generator=random)

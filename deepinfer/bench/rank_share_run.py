@@ -18,6 +18,7 @@ from deepinfer.kernels.timing import Occupation, Rates, allocated_bytes, measure
 ACCEPT_LENGTHS = (1.0, 2.5, 3.2)  # tokens of a step and sequence; and as many as may be
 PREFILLS = 3
 TRACED_STEPS = 3
+ALONE = 5  # runs of a part by itself
 KERNELS_TOLD = 25
 
 
@@ -77,6 +78,7 @@ def decode(rank: Rank, rates: Rates, tell: Any = print) -> dict[str, Any]:
     parts = floor_by_part(step_parts(rank.config, load), rates)
     floor = sum(part["ms"] for part in parts.values())
     traced = occupation(lambda: [rank.decode_step() for _ in range(TRACED_STEPS)], device)
+    alone = parts_alone(rank, floor - parts.get("drafts", {"ms": 0.0})["ms"], tell)
     rank.close_sequences()
     result: dict[str, Any] = {
         "step_ms": round(1e3 * step, 3),
@@ -91,10 +93,38 @@ def decode(rank: Rank, rates: Rates, tell: Any = print) -> dict[str, Any]:
         "random_accept_length": round(sum(tokens) / len(tokens) / share.sequences, 3),
         "tokens_per_s": accepted_rates(share, step),
         "device": None if traced is None else told(traced, TRACED_STEPS),
+        **alone,
     }
     idle = "" if traced is None else f", device idle {traced.idle_share:.1%}"
     tell(f"decode: {1e3 * step:.2f} ms a step, floor {floor:.2f} ms ({1e3 * step / floor:.2f} x){idle}")
     return result
+
+
+def parts_alone(rank: Rank, floor_ms: float, tell: Any) -> dict[str, Any]:
+    """The verifying pass and the draft pass by themselves, from an idle device to an idle device."""
+    batch = rank.verify_batch()
+    seconds = []
+    for _ in range(1 + ALONE):
+        seconds.append(wall_seconds(lambda: rank.verify(batch), rank.device))
+        rank.rewind(batch)
+    traced = occupation(lambda: rank.verify(batch), rank.device)
+    rank.rewind(batch)
+    forward = 1e3 * statistics.median(seconds[1:])
+    found: dict[str, Any] = {
+        "forward": {
+            "ms": round(forward, 3),
+            "floor_ms": round(floor_ms, 3),
+            "of_floor": round(forward / floor_ms, 3),
+            "device": None if traced is None else told(traced, 1),
+        }
+    }
+    drafting = ""
+    if rank.share.nextn:
+        drafts = 1e3 * statistics.median([wall_seconds(rank.draft, rank.device) for _ in range(1 + ALONE)][1:])
+        found["drafts_ms"] = round(drafts, 3)
+        drafting = f", draft pass {drafts:.2f} ms"
+    tell(f"forward pass alone {forward:.2f} ms, floor {floor_ms:.2f} ms ({forward / floor_ms:.2f} x){drafting}")
+    return found
 
 
 def accepted_rates(share: RankShare, step_seconds: float) -> dict[str, float]:
@@ -173,6 +203,12 @@ def report(result: dict[str, Any]) -> str:
         "  tokens/s of this rank at an accept length of "
         + ", ".join(f"{name}: {value:,.0f}" for name, value in deco["tokens_per_s"].items()),
     ]
+    alone = deco["forward"]
+    lines.append(
+        f"  forward pass alone {alone['ms']:.2f} ms, floor {alone['floor_ms']:.2f} ms, {alone['of_floor']:.2f} x"
+    )
+    if "drafts_ms" in deco:
+        lines.append(f"  draft pass alone {deco['drafts_ms']:.2f} ms")
     if deco["device"] is not None:
         device = deco["device"]
         lines.append(f"  device: busy {device['busy_ms']:.2f} ms a step, idle {device['idle_share']:.1%}")
