@@ -9,7 +9,7 @@ the same bits.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
 from deepinfer.cache.records import WindowRings
-from deepinfer.cache.step import Segment, StepStore, crossings
+from deepinfer.cache.step import Segment, StepStore, crossings, paged_keys
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
 from deepinfer.model.state import Rounding
@@ -96,6 +96,7 @@ class GraphView:
         self._store, self._longest = store, longest
         self._targets: dict[int, tuple[Tensor, Tensor]] = {}  # by ratio: sources of one share it
         self._visible: dict[int, Tensor] = {}
+        self._index_plans: dict[int, dict[Any, Any]] = {}
         self._segments: dict[int, list[Segment]] = {}
 
     def commit(self) -> None:
@@ -210,6 +211,11 @@ class GraphView:
             keys = select.block_rows(self._store.tables, slots, self.most_visible(layer), records.per_block)
             self._segments[records.ratio] = [Segment(rows, keys, self.visible(layer).unsqueeze(1), True)]
         return self._segments[records.ratio]
+
+    def paged_keys(self, layer: int) -> select.PagedKeys:
+        """Index keys of a source whose cache has them in pages."""
+        plans = self._index_plans.setdefault(self._store.records[layer].ratio, {})
+        return paged_keys(self._store, layer, self.batch, self.batch.chunks, self.most_visible(layer), plans)
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 

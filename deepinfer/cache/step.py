@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +19,7 @@ from deepinfer.cache.records import OpenRows, PagedRecords, WindowRings
 from deepinfer.config import VERIFY_ROWS
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
-from deepinfer.model.state import Rounding
+from deepinfer.model.state import Rounding, StepBatch
 
 SEGMENT_ROWS = 512  # index scores are made for about this many rows at once: 512 x 8,192 entries x 4 bytes = 16 MB
 
@@ -65,6 +65,7 @@ class StepView:
         self._entry_plans: dict[int, tuple[np.ndarray, Tensor, Tensor]] = {}  # by ratio: sources of one share it
         self._segments: dict[int, list[Segment]] = {}
         self._visible: dict[int, Tensor] = {}
+        self._index_plans: dict[int, dict[Any, Any]] = {}
 
     def commit(self) -> None:
         """All layers have run: the step's tokens count as written."""
@@ -281,6 +282,11 @@ class StepView:
         whole = rows.size == self.batch.num_rows and bool((rows.ravel() == np.arange(rows.size)).all())
         return Segment(put(rows), keys, put(seen), whole)
 
+    def paged_keys(self, layer: int) -> select.PagedKeys:
+        """Index keys of a source whose cache has them in pages."""
+        plans = self._index_plans.setdefault(self._store.records[layer].ratio, {})
+        return paged_keys(self._store, layer, self.batch, len(self.batch.starts), self.most_visible(layer), plans)
+
     # -- tokens ---------------------------------------------------------------------------------------------------
 
     def token_history(self, live_ids: Tensor, lookback: int) -> Tensor:
@@ -290,6 +296,15 @@ class StepView:
         return select.token_history(
             live_ids, batch.positions, batch.slots, batch.row_starts, self._store.last_tokens, lookback
         )
+
+
+def paged_keys(
+    store: StepStore, layer: int, rows: StepBatch, chunks: int, most: int, plans: dict[Any, Any]
+) -> select.PagedKeys:
+    """Index keys of a source, in pages, for the rows of a step."""
+    records = store.records[layer]
+    where = rows.positions, rows.slots, rows.row_starts
+    return select.PagedKeys(records.keys, store.tables, records.per_block, *where, chunks, records.ratio, most, plans)
 
 
 def crossings(batch: Batch) -> np.ndarray:

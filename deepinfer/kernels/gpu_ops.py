@@ -6,6 +6,8 @@ Rows that are multiplied with FP8 weights are quantised once: what quantised the
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +22,7 @@ from deepinfer.kernels.triton import (
     grouped_output,
     hyper,
     index_keys,
+    indexer,
     norm,
     paging,
     records,
@@ -29,6 +32,9 @@ from deepinfer.kernels.triton import (
 from deepinfer.kernels.triton.moe import mixture
 from deepinfer.kernels.triton.quantize import Fp8Rows, quantize_rows
 from deepinfer.kernels.weights import DenseWeight
+
+if TYPE_CHECKING:
+    from deepinfer.kernels.select.attention import PagedKeys
 
 copy_rows, window_rows, entry_rows, token_history = (
     paging.copy_rows,
@@ -42,6 +48,7 @@ put_key_rows, pack_keys = index_keys.put_key_rows, index_keys.pack_keys
 hyper_expand, hyper_collapse, hyper_collapse_norm = hyper.hyper_expand, hyper.hyper_collapse, hyper.hyper_collapse_norm
 engram_inject, compress_pairs = engram.engram_inject, compressor.compress_pairs
 rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
+serves_index = indexer.serves
 serves_attention, sparse_attention = attention.serves, attention.sparse_attention
 
 
@@ -122,6 +129,33 @@ def moe(x: Tensor, w: MoeWeights, bias: Tensor) -> tuple[Tensor, Tensor, Tensor,
     up, down = bank.shared_up.whole, bank.shared_down
     shared = (up.codes, up.factors), (down.codes, down.factors)
     return mixture(x, ids, weights, bank.routed, shared, w.limit, rows=quantized(x)), ids, weights, scores
+
+
+def choose_entries(
+    queries: tuple[Tensor, Tensor, Tensor, Tensor, float],
+    keys: PagedKeys,
+    topk: int,
+    publish: int,
+    candidates: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `select.choose_entries`."""
+    q, weights, cos, sin, scale = queries
+    blocks = None if candidates is None else candidates.shape[1]
+    if blocks not in keys.plans:
+        keys.plans[blocks] = indexer.plan_step(
+            keys.positions,
+            keys.slots,
+            keys.starts,
+            chunks=keys.chunks,
+            ratio=keys.ratio,
+            topk=topk,
+            max_entries=keys.most,
+            candidate_blocks=blocks,
+        )
+    folded = indexer.index_queries(q, weights, cos, sin, scale=scale)
+    return indexer.choose_entries(
+        folded, keys.pool, keys.tables, keys.per_block, keys.plans[blocks], publish=publish, candidates=candidates
+    )
 
 
 # -- the stream ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Selection:
 
     entries: Tensor | None = None  # int64 [N, K] chosen entries, ascending, -1 = empty
     candidates: list[Tensor | None] = field(default_factory=list)  # per segment bool [rows, M]; None = all visible
+    blocks: Tensor | None = None  # the same of paged keys: int32 [N, blocks] of candidate blocks, None = all visible
 
 
 class IndexKeys:
@@ -61,6 +62,9 @@ class Indexer:
         query bottleneck. Updates `selection` in place."""
         assert self.kv_source is not None
         config = self.config
+        if state.rounds.keys and select.serves_index(self.heads, self.dim, self.topk, config.candidate_block_size):
+            self._select_paged(x, latent_query, cos, sin, state, selection)
+            return
         queries = select.project(latent_query, self.wq_b, rounded=True).unflatten(1, (self.heads, self.dim))
         queries = self.numerics.index_record(select.apply_rope(queries, cos, sin))  # [N, heads, dim]
         weights = select.project(x, self.weights_proj, rounded=False) * self.scale  # [N, heads]
@@ -100,3 +104,23 @@ class Indexer:
                 entries[rows.flatten()] = best
         selection.entries = entries
         state.trace(f"layers.{self.layer}.topk", entries)
+
+    def _select_paged(
+        self, x: Tensor, latent_query: Tensor, cos: Tensor, sin: Tensor, state: StepState, selection: Selection
+    ) -> None:
+        """The same for all rows at once, over keys in pages."""
+        assert self.kv_source is not None
+        config, keys = self.config, state.view.paged_keys(self.kv_source)
+        narrow = keys.most > config.candidate_block_size * config.candidate_topk_blocks
+        queries = select.project(latent_query, self.wq_b, rounded=True)
+        weights = select.project_wide(x, self.weights_proj)
+        selection.entries, blocks = select.choose_entries(
+            (queries, weights, cos, sin, self.scale),
+            keys,
+            topk=self.topk,
+            publish=config.candidate_topk_blocks if self.publishes and narrow else 0,
+            candidates=selection.blocks if self.filtered else None,
+        )
+        if self.publishes:
+            selection.blocks = blocks
+        state.trace(f"layers.{self.layer}.topk", selection.entries)

@@ -7,8 +7,11 @@ bfloat16 on a Hopper GPU with weights in the form "gpu"; everything else runs th
 from __future__ import annotations
 
 from deepinfer.kernels.select.attention import (
+    PagedKeys,
     candidate_mask,
+    choose_entries,
     index_scores,
+    serves_index,
     sparse_attention,
     top_entries,
 )
@@ -63,9 +66,11 @@ from deepinfer.kernels.select.tokens import (
 )
 
 __all__ = [
+    "PagedKeys",
     "apply_rope",
     "block_rows",
     "candidate_mask",
+    "choose_entries",
     "compress_pairs",
     "constrain_rows",
     "copy_rows",
@@ -97,6 +102,7 @@ __all__ = [
     "query_and_window",
     "reference_only",
     "rms_norm",
+    "serves_index",
     "sparse_attention",
     "step_threads",
     "table_rows",

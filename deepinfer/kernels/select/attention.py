@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,3 +58,46 @@ def top_entries(scores: Tensor, k: int, allowed: Tensor | None = None) -> Tensor
 def candidate_mask(scores: Tensor, visible: Tensor, *, block_size: int, topk_blocks: int) -> Tensor:
     run = cpu.candidate_mask if cpu_twins(scores.device, scores.dtype) else selection.candidate_mask
     return run(scores, visible, block_size=block_size, topk_blocks=topk_blocks)
+
+
+@dataclass
+class PagedKeys:
+    """Index keys of a source in pages, and the rows of a step that choose among them.
+
+    pool uint8 [rows, 68], tables int64 [slots, blocks] of `per_block` keys each. positions, slots, starts int64 [N]:
+    rows chunk by chunk, of at most `chunks` chunks; starts = position of the chunk's first row. A row sees (position +
+    1) // ratio entries, none more than `most`. plans: kept from one index source to the next of this ratio.
+    """
+
+    pool: Tensor
+    tables: Tensor
+    per_block: int
+    positions: Tensor
+    slots: Tensor
+    starts: Tensor
+    chunks: int
+    ratio: int
+    most: int
+    plans: dict[Any, Any]
+
+
+def serves_index(heads: int, size: int, topk: int, block_size: int) -> bool:
+    """Whether `choose_entries` takes an indexer of this shape."""
+    return gpu().serves_index(heads, size, topk, block_size)
+
+
+def choose_entries(
+    queries: tuple[Tensor, Tensor, Tensor, Tensor, float],
+    keys: PagedKeys,
+    *,
+    topk: int,
+    publish: int,
+    candidates: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The best entries of every row, int32 [N, topk] ascending, -1 = empty, and the best `publish` blocks of 8 entries
+    (0 = none are asked for), int32 [N, publish]. candidates: such blocks, to choose in.
+
+    queries: as projected [N, heads * size], head weights float32 [N, heads] before their scale, cos and sin [N, rope
+    / 2], the scale. GPU alone.
+    """
+    return gpu().choose_entries(queries, keys, topk, publish, candidates)
