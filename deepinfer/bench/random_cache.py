@@ -21,9 +21,11 @@ def densest_format(device: torch.device, dtype: str) -> str:
 def fill_records(storage: CacheStorage, random: torch.Generator) -> None:
     """Every block and every ring of the cache holds records of random values of about size 1."""
     config, device = storage.config, storage.device
+    packed = storage.windows.format.dtype == torch.uint8
+    dtype = torch.bfloat16 if packed else torch.float32  # as the numerics have it whose records these are
 
     def values(rows: int, size: int) -> Tensor:
-        return torch.randn(rows, size, generator=random, device=device)
+        return torch.randn(rows, size, generator=random, device=device).to(dtype)
 
     for records in storage.records.values():
         for first in range(0, len(records.kv), FILL_ROWS):
