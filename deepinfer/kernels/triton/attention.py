@@ -125,10 +125,10 @@ def _attention(
         first = tl.program_id(1) * part
         tiles = tl.minimum(tiles, first + part)
     lists = window_indices, kv_indices, window, selected, window_tiles
-    next_rows = _tile_rows(lists, first, B)
+    next_rows = tile_rows(lists, first, B)
     for tile in tl.range(first, tiles, num_stages=1):  # the compiler's own pipelines only cost registers here
         rows = next_rows
-        next_rows = _tile_rows(lists, tile + 1, B)
+        next_rows = tile_rows(lists, tile + 1, B)
         in_window = tile < window_tiles
         # One loop over both kinds: of two, the second was compiled with three slow moves for every wgmma.
         if in_window:  # noqa: SIM108 (a ternary is for scalars)
@@ -139,7 +139,7 @@ def _attention(
             prefetch_records(window_pool, next_rows, D + D // 32)
         else:
             prefetch_records(kv_pool, next_rows, D // 2 + D // 16)
-        top, total, acc = _attend(queries, keys, rows >= 0, tile < tiles, top, total, acc, logit_scale)
+        top, total, acc = attend(queries, keys, rows >= 0, tile < tiles, top, total, acc, logit_scale)
     if SPLIT:
         block = n * tl.num_programs(1) + tl.program_id(1)
         tl.store(out + block * HEADS * D + places, acc * _KEYS_UNIT, mask=here[:, None])
@@ -147,11 +147,11 @@ def _attention(
         tl.store(state + states + block * HEADS + head, total, mask=here)
     else:
         total += tl.exp2(tl.load(sink + head, mask=here, other=0.0) * _LOG2E - top)
-        tl.store(out + n * HEADS * D + places, _quotient(acc * _KEYS_UNIT, total), mask=here[:, None])
+        tl.store(out + n * HEADS * D + places, quotient(acc * _KEYS_UNIT, total), mask=here[:, None])
 
 
 @triton.jit
-def _tile_rows(lists, tile, B: tl.constexpr):
+def tile_rows(lists, tile, B: tl.constexpr):
     """Pool rows int32 [B] of a tile, window tiles first; -1 behind the end of a list and behind the last tile."""
     window_indices, kv_indices, window, selected, window_tiles = lists
     in_window = tile < window_tiles
@@ -162,7 +162,7 @@ def _tile_rows(lists, tile, B: tl.constexpr):
 
 
 @triton.jit
-def _attend(queries, keys, real, always, top, total, acc, logit_scale):
+def attend(queries, keys, real, always, top, total, acc, logit_scale):
     """One tile of the online softmax: queries [H, D], keys [B, D], real bool [B] -> the new state.
 
     `always` is true and hides that the second product hangs on the first. A compiler that sees two chained products
@@ -183,7 +183,7 @@ def _attend(queries, keys, real, always, top, total, acc, logit_scale):
 
 
 @triton.jit
-def _quotient(numerator, denominator):
+def quotient(numerator, denominator):
     """bf16 [H, D]: 0 where nothing, not even a sink, is in the denominator [H]."""
     factor = tl.where(denominator > 0.0, 1.0 / denominator, 0.0)
     return to_type(numerator * factor[:, None], tl.bfloat16)

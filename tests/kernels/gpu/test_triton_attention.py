@@ -11,6 +11,7 @@ from deepinfer.kernels.reference import attention as reference
 from deepinfer.kernels.reference import records
 from deepinfer.kernels.triton import attention
 from deepinfer.kernels.triton.attention import part_tiles, serves, sparse_attention
+from deepinfer.kernels.triton.attention_prefill import attention_unpacked, unpack_compressed, unpack_window
 
 ON_GPU = DEVICE.type == "cuda"
 POOL_ROWS = 4096 if ON_GPU else 96
@@ -49,6 +50,21 @@ class Case:
         assert out.shape == q.shape
         return out.cpu()[..., torch.argsort(order)]
 
+    def run_unpacked(self) -> Tensor:
+        """The same through keys that are unpacked before: all of the window pool, and of the other one what is named,
+        at places of its own."""
+        order = split_order(self.q.shape[2])
+        pool, kv_pool = (x.to(DEVICE) for x in self.pools)
+        window, selected = (x.to(DEVICE) for x in self.lists)
+        keys, indices = None, None
+        if selected.shape[1]:
+            named = selected[selected >= 0].unique()
+            keys = unpack_compressed(kv_pool, named)
+            indices = torch.where(selected < 0, -1, torch.searchsorted(named, selected.clamp_min(0)))
+        q, sink = self.q[..., order].to(DEVICE), self.sink.to(DEVICE)
+        out = attention_unpacked(q, unpack_window(pool), window, keys, indices, sink, self.scale)
+        return out.cpu()[..., torch.argsort(order)]
+
     def expected(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The reference's, with the official rounding of probabilities; float32: none."""
         (window, selected), (pool, kv_pool) = ([x.to(DEVICE) for x in pair] for pair in (self.lists, self.pools))
@@ -76,6 +92,31 @@ def test_attention_is_the_reference_s(shape: tuple[int, ...], invariant: bool) -
     # Against the official rounding points: what differs is where the maxima stand when a probability is rounded.
     assert relative_error(out, case.expected()) < 2.6e-3
     assert torch.equal(case.run(torch.int32, invariant=invariant), out)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_over_unpacked_keys_is_the_reference_s(shape: tuple[int, ...]) -> None:
+    case = Case(*shape)
+    case.lists[0][-1] = -1
+    case.lists[1][-1] = -1
+    out = case.run_unpacked()
+    assert (out[-1] == 0).all()
+    assert relative_error(out, case.expected(torch.float32)) < 2.6e-3
+    case.q, case.lists = case.q[:1], [x[:1] for x in case.lists]
+    assert torch.equal(case.run_unpacked()[0], out[0])  # whatever the rows beside it
+
+
+@pytest.mark.parametrize("size", [128, 512])
+def test_unpacked_keys_are_the_records_values(size: int) -> None:
+    case = Case(1, 16, 16, size=size)
+    window, compressed = (x[(x != NAN_RECORD).any(1)] for x in case.pools)
+    rows = torch.tensor([3, -1, 0, 7])
+    order = split_order(size)
+    found = unpack_window(window.to(DEVICE)).cpu()
+    assert torch.equal(found.float(), records.unpack_window(window)[:, order])
+    found = unpack_compressed(compressed.to(DEVICE), rows.to(DEVICE)).cpu()
+    expected = records.unpack_compressed(compressed[rows.clamp_min(0)])[:, order]
+    assert torch.equal(found.float(), expected.masked_fill(rows[:, None] < 0, 0.0))
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -136,6 +177,10 @@ def test_what_is_not_served() -> None:
     assert not serves(case.q, records.unpack_window(pool[:2]), None)
     with pytest.raises(ValueError, match="not served"):
         sparse_attention(case.q[:, :3], pool, case.lists[0], None, None, case.sink, 1.0)
+    with pytest.raises(ValueError, match="not served"):
+        attention_unpacked(case.q, pool, case.lists[0], None, None, case.sink, 1.0)
+    with pytest.raises(ValueError, match="packed records"):
+        unpack_compressed(pool)
 
 
 def test_no_rows() -> None:
