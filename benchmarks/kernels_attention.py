@@ -17,6 +17,7 @@ from deepinfer.kernels.reference import paging as reference_paging
 from deepinfer.kernels.reference import records
 from deepinfer.kernels.triton import paging
 from deepinfer.kernels.triton.attention import sparse_attention
+from deepinfer.kernels.triton.attention_prefill import attention_unpacked, unpack_compressed, unpack_window
 from deepinfer.kernels.triton.records import insert_compressed, insert_window
 from deepinfer.kernels.triton.rope import split_order
 
@@ -79,15 +80,25 @@ def error(out: Tensor, q: Tensor, keys: list[Tensor], sink: Tensor) -> float:
 
 
 def attention(
-    device: torch.device, count: int, make_lists: Callable[[], tuple[Tensor, Tensor]], selected: int
+    device: torch.device,
+    count: int,
+    make_lists: Callable[[], tuple[Tensor, Tensor]],
+    selected: int,
+    unpacked: bool = False,
 ) -> Prepared:
     window_pool, kv_pool = pools(device)
+    window_keys, keys = None, None
+    if unpacked:  # what a prefill step does once for the layers that share it
+        window_keys = unpack_window(window_pool[: 2 * count])
+        keys = unpack_compressed(kv_pool, torch.arange(CONTEXT, device=device))
     q = torch.randn(count, HEADS, DIM, device=device).to(torch.bfloat16)
     sink = torch.randn(HEADS, device=device)
     sets = [make_lists() for _ in range(SETS)]
 
     def run(copy: int) -> Tensor:
         window, chosen = sets[copy]
+        if window_keys is not None:
+            return attention_unpacked(q, window_keys, window, keys, chosen, sink, DIM**-0.5)
         kv, kv_rows = (kv_pool, chosen) if selected else (None, None)
         return sparse_attention(q, window_pool, window, kv, kv_rows, sink, DIM**-0.5)
 
@@ -122,26 +133,47 @@ def decode_case(batch: int, rows: int, selected: int, shared: bool = False) -> K
     )
 
 
-def prefill_case(queries: int) -> KernelCase:
+def prefill_case(queries: int, unpacked: bool) -> KernelCase:
     def make(device: torch.device) -> Prepared:
-        window = torch.arange(queries, device=device)[:, None] + torch.arange(WINDOW, device=device)
+        window = (torch.arange(queries, device=device)[:, None] + torch.arange(WINDOW, device=device)).int()
         return attention(
-            device, queries, lambda: (window.int(), random_rows((queries, SELECTED), device, CONTEXT)), SELECTED
+            device, queries, lambda: (window, random_rows((queries, SELECTED), device, CONTEXT)), SELECTED, unpacked
         )
 
     flops = 4 * queries * HEADS * (WINDOW + SELECTED) * DIM
+    keys = (queries + CONTEXT) * 2 * DIM if unpacked else queries * WINDOW_BYTES + CONTEXT * ENTRY_BYTES
     return KernelCase(
-        name=f"sparse attention, prefill of {queries} rows",
+        name=f"sparse attention, prefill of {queries} rows, {'unpacked keys' if unpacked else 'records'}",
         area="attention",
         shape={"queries": queries, "heads": HEADS, "keys": WINDOW + SELECTED},
         make=make,
-        bytes=queries * (WINDOW_BYTES + 4 * HEADS * DIM + 4 * (WINDOW + SELECTED)) + CONTEXT * ENTRY_BYTES,
+        bytes=keys + queries * (4 * HEADS * DIM + 4 * (WINDOW + SELECTED)),
         flops=flops,
         rate="bf16",
         target_us=flops / 233e6,
         peer_us=730.0,
         peer="FlashMLA on bf16 keys, kernels.md 4",
         peer_key="flashmla_prefill",
+    )
+
+
+def unpack_case(count: int) -> KernelCase:
+    def make(device: torch.device) -> Prepared:
+        _, pool = pools(device)
+        rows = torch.randperm(POOL_ROWS, device=device)[:count]
+
+        def check() -> float:
+            expected = records.unpack_compressed(pool[rows])[:, split_order(DIM).to(device)]
+            return float(not torch.equal(unpack_compressed(pool, rows).float(), expected))
+
+        return Prepared(lambda _: unpack_compressed(pool, rows), 1, check, 0.0)
+
+    return KernelCase(
+        name=f"{count} compressed records unpacked",
+        area="attention",
+        shape={"rows": count, "dim": DIM},
+        make=make,
+        bytes=count * (ENTRY_BYTES + 2 * DIM + 8),
     )
 
 
@@ -222,6 +254,7 @@ def paging_case(name: str, count: int) -> KernelCase:
 def cases() -> list[KernelCase]:
     found = [decode_case(*key) for key in DECODE]
     found.append(decode_case(64, 6, SELECTED, shared=True))
-    found.append(prefill_case(4096))
+    found += [prefill_case(4096, unpacked) for unpacked in (False, True)]
+    found.append(unpack_case(CONTEXT))
     found += [record_case(kind, count) for kind in ("window", "compressed") for count in (64, 384, 4096)]
     return found + [paging_case(name, 384) for name in ("window rows", "entry rows", "token histories", "rings")]
