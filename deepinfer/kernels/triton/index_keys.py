@@ -14,7 +14,7 @@ Scale word: bits 4t .. 4t+3 hold c = e_t - e_max + 11 of group t (0 = 11 octaves
 16..23 hold e_max - 6, e being the E8M0 byte. A value is e2m1 * 2^(c - 5) * 2^(byte - 127): the first two factors make
 an e4m3 code (0.5 * 2^-5 is its smallest normal number, 6 * 2^6 = 384 still fits), the last is applied to the score.
 
-Queries [32 heads, 128]: e4m3 codes whose position 64 o + 16 w + 4 t + b holds value 32 t + 8 w + 4 o + b, the order in
+Queries [32 heads, 128]: e4m3 codes whose position 32 w + 16 o + 4 t + b holds value 32 t + 8 w + 4 o + b, the order in
 which a thread of the tensor core's quad meets the values of one group. The factor 2^(e_max - 6 - 127) of a head goes
 into that head's weight: relu commutes with positive factors.
 """
@@ -52,7 +52,7 @@ def insert_keys(keys: Tensor, pool: Tensor, rows: Tensor, per_block: int) -> Non
     """keys bf16 [G, 128], normed and rotated -> their places in pool uint8 [pool rows, 68]; rows int [G], block *
     per_block + number inside the block, all different but for those that nobody reads."""
     _check_pool(pool, per_block)
-    count, block = keys.shape[0], 16
+    count, block = keys.shape[0], 4
     launch(
         _insert_keys,
         (triton.cdiv(count, block),),
@@ -72,7 +72,7 @@ def index_queries(q: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, *, scale
     rows = q.shape[0]
     codes = torch.empty((rows, HEADS, DIM), dtype=torch.float8_e4m3fn, device=q.device)
     folded = torch.empty((rows, HEADS), dtype=torch.float32, device=q.device)
-    heads = 8
+    heads = 4
     launch(
         _index_queries,
         (rows, HEADS // heads),
@@ -142,7 +142,7 @@ def _index_queries(q, weights, cos, sin, codes, folded, scale, BLOCK: tl.constex
     byte = tl.reshape(byte, [BLOCK, 4, 8, 4])  # [heads, t, 2 w + o, b]
     word = tl.sum(byte << (8 * tl.arange(0, 4))[None, None, None, :], 3)
     t, u = tl.arange(0, 4), tl.arange(0, 8)
-    place = (u % 2 * 16 + u // 2 * 4)[None, :] + t[:, None]  # position / 4 = 16 o + 4 w + t
+    place = 4 * u[None, :] + t[:, None]  # position / 4 = 8 w + 4 o + t
     tl.store(codes + row * 1024 + (head * 32)[:, None, None] + place[None, :, :], word)
     factor = (exponent << 23).to(tl.float32, bitcast=True)
     tl.store(folded + row * 32 + head, tl.load(weights + row * 32 + head) * scale * factor)
@@ -206,15 +206,14 @@ def pack_queries(values: Tensor) -> tuple[Tensor, Tensor]:
     magnitude = (codes & 7).int()
     base = torch.where(magnitude < 2, 8 * magnitude, 4 * magnitude + 8)
     byte = torch.where(magnitude > 0, base + 8 * c.int().repeat_interleave(32, -1), 0) | ((codes >> 3).int() << 7)
-    ordered = byte.unflatten(-1, (4, 4, 2, 4)).movedim(-2, -4).transpose(-3, -2).flatten(-4)  # t w o b -> o w t b
+    ordered = byte.unflatten(-1, (4, 8, 4)).transpose(-3, -2).flatten(-3)  # t, 2 w + o, b -> 2 w + o, t, b
     factor = (exponent.int() << 23).view(torch.float32)
     return ordered.to(torch.uint8).contiguous().view(torch.float8_e4m3fn), factor
 
 
 def query_values(codes: Tensor) -> Tensor:
     """Codes of `IndexQueries` float8_e4m3fn [..., 128] -> float32 [..., 128] in the values' own order."""
-    values = codes.float().unflatten(-1, (2, 4, 4, 4))  # o w t b
-    return values.transpose(-3, -2).movedim(-4, -2).flatten(-4)
+    return codes.float().unflatten(-1, (8, 4, 4)).transpose(-3, -2).flatten(-3)
 
 
 def _folded_codes(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

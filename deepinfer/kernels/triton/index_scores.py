@@ -80,45 +80,42 @@ def _programs(per_sm: int, x: Tensor) -> int:
 
 
 @triton.jit
-def _half(selector, sign, low, high):
-    """selector, sign int32 [K, t, w], tables int32 [K, t] -> e4m3 [K, 64], position 16 w + 4 t + b."""
-    keys: tl.constexpr = selector.shape[0]
-    shape: tl.constexpr = [keys, 4, 4, 4]
-    selector = tl.broadcast_to(selector[:, :, :, None], shape)
-    sign = tl.broadcast_to(sign[:, :, :, None], shape)
-    low = tl.broadcast_to(low[:, :, None, None], shape)
-    high = tl.broadcast_to(high[:, :, None, None], shape)
-    if INTERPRET:
-        b = tl.arange(0, 4)[None, None, None, :]
-        code = (selector >> (4 * b)) & 7
-        byte = (tl.where(code < 4, low, high) >> (8 * (code & 3))) & 0xFF
-        value = (byte | ((sign >> (8 * b)) & 0x80)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    else:
-        # Four neighbouring elements are the four bytes b of one word here: all of them have the same inputs.
-        value = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $9, $13, $1; lop3.b32 $0, $5, 0x80808080, t, 0xEA; }",
-            "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [selector, sign, low, high],
-            dtype=tl.float8e4nv,
-            is_pure=True,
-            pack=4,
-        )
-    return tl.reshape(tl.permute(value, (0, 2, 1, 3)), [keys, 64])
-
-
-@triton.jit
 def _unpack(words, scales, shifts):
-    """words int32 [K, 16], scales int32 [K, 4] (the same word four times), shifts 0, 4, 8, 12 -> e4m3 [K, 64] twice.
+    """words int32 [K, 16], scales int32 [K, 4] (the same word four times), shifts 0, 4, 8, 12 -> e4m3 [K, 128], value
+    32 t + 8 w + 4 o + b at position 32 w + 16 o + 4 t + b.
 
     Shifts come from memory because the layout of a load can be that of the tensor core's operand and the layout of
     `arange` cannot: with it, keys would go through shared memory once more."""
     keys: tl.constexpr = words.shape[0]
+    shape: tl.constexpr = [keys, 4, 4, 2, 4]  # key, t, w, o, b
     c = (scales >> shifts[None, :]) & 15
-    low = 0x14100800 + c * 0x08080800
-    high = 0x24201C18 + c * 0x08080808
-    x = tl.reshape(words, [keys, 4, 4])
-    selector = x & 0x77777777
-    return _half(selector, x, low, high), _half(selector >> 16, x << 4, low, high)
+    low = tl.broadcast_to((0x14100800 + c * 0x08080800)[:, :, None, None, None], shape)
+    high = tl.broadcast_to((0x24201C18 + c * 0x08080808)[:, :, None, None, None], shape)
+    x = tl.broadcast_to(tl.reshape(words, [keys, 4, 4])[:, :, :, None, None], shape)
+    if INTERPRET:
+        o, b = tl.arange(0, 2)[:, None], tl.arange(0, 4)[None, :]
+        code = (x >> (16 * o + 4 * b)[None, None, None]) & 7
+        byte = (tl.where(code < 4, low, high) >> (8 * (code & 3))) & 0xFF
+        sign = (x << (4 * o)[None, None, None]) >> (8 * b)[None, None, None]
+        value = (byte | (sign & 0x80)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        # The tensor core's operand holds, one after the other, the four bytes b of key g, those of key g + 8 ($4 and
+        # $8: inputs do not depend on b), and both again for o = 1. In another layout this would be wrong.
+        value = tl.inline_asm_elementwise(
+            """{ .reg .b32 m, n, t;
+            and.b32 m, $4, 0x77777777; and.b32 n, $8, 0x77777777;
+            prmt.b32 t, $20, $36, m; lop3.b32 $0, $4, 0x80808080, t, 0xEA;
+            prmt.b32 t, $24, $40, n; lop3.b32 $1, $8, 0x80808080, t, 0xEA;
+            shr.u32 m, m, 16; shr.u32 n, n, 16;
+            prmt.b32 t, $20, $36, m; shl.b32 m, $4, 4; lop3.b32 $2, m, 0x80808080, t, 0xEA;
+            prmt.b32 t, $24, $40, n; shl.b32 n, $8, 4; lop3.b32 $3, n, 0x80808080, t, 0xEA; }""",
+            "=&r,=&r,=&r,=&r" + ",r" * 48,
+            [x, low, high],
+            dtype=tl.float8e4nv,
+            is_pure=True,
+            pack=16,
+        )
+    return tl.reshape(tl.permute(value, (0, 2, 3, 1, 4)), [keys, 128])
 
 
 @triton.jit
@@ -131,19 +128,47 @@ def _columns(WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _scores(words, scales, shifts, first, second, weights, WIDTH: tl.constexpr):
+def _heads(x, WIDTH: tl.constexpr):
+    """[K, columns] -> [K, query, b, e, a, a'], head 16 a + 8 a' + 2 b + e; b is lane and column, split by the width."""
+    keys: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, [keys, 2, 2, WIDTH, WIDTH, 4 // WIDTH, 2])  # a, a', b above, query, b below, e
+    return tl.reshape(tl.permute(x, (0, 4, 3, 5, 6, 1, 2)), [keys, WIDTH, 4, 2, 2, 2])
+
+
+@triton.jit
+def _chain(x, w):
+    """Sum of x * w over the last three dimensions, in one order and with one rounding a step at every width."""
+    x0, x1 = tl.split(x)
+    w0, w1 = tl.split(w)
+    x00, x01 = tl.split(x0)
+    w00, w01 = tl.split(w0)
+    x10, x11 = tl.split(x1)
+    w10, w11 = tl.split(w1)
+    a, b = tl.split(x00)
+    u, v = tl.split(w00)
+    sums = tl.fma(b, v, a * u)
+    a, b = tl.split(x10)
+    u, v = tl.split(w10)
+    sums = tl.fma(b, v, tl.fma(a, u, sums))
+    a, b = tl.split(x01)
+    u, v = tl.split(w01)
+    sums = tl.fma(b, v, tl.fma(a, u, sums))
+    a, b = tl.split(x11)
+    u, v = tl.split(w11)
+    return tl.fma(b, v, tl.fma(a, u, sums))
+
+
+@triton.jit
+def _scores(words, scales, shifts, queries, weights, WIDTH: tl.constexpr):
     """-> float32 [K, 4], column u that of query u // (4 / WIDTH)."""
     keys: tl.constexpr = words.shape[0]
     lanes: tl.constexpr = 4 // WIDTH
-    a, b = _unpack(words, scales, shifts)
-    if INTERPRET:
-        dots = tl.dot(a.to(tl.float32), first.to(tl.float32)) + tl.dot(b.to(tl.float32), second.to(tl.float32))
-    else:
-        dots = tl.dot(b, second, tl.dot(a, first))
-    dots = tl.maximum(dots, 0.0) * weights[None, :]
-    dots = tl.reshape(dots, [keys, 4 * WIDTH, WIDTH, lanes * 2])
-    dots = tl.reshape(tl.permute(dots, (0, 2, 1, 3)), [keys, WIDTH, 32])
-    sums = tl.sum(dots, 2)  # in one chain: multiply-adds
+    values = _unpack(words, scales, shifts)
+    dots = tl.dot(values.to(tl.float32), queries.to(tl.float32)) if INTERPRET else tl.dot(values, queries)
+    weights = tl.broadcast_to(weights[None, :], [keys, 32 * WIDTH])
+    sums = _chain(_heads(dots + tl.abs(dots), WIDTH), _heads(weights, WIDTH))
+    sums = tl.reshape(sums, [keys, WIDTH, 2, 2])
+    sums = tl.sum(tl.sum(sums, 2), 2)
     sums = tl.reshape(tl.broadcast_to(sums[:, :, None], [keys, WIDTH, lanes]), [keys, 4])
     return sums * ((scales & 0xFF0000) << 7).to(tl.float32, bitcast=True)
 
@@ -187,15 +212,14 @@ def _share(header, number):
 
 @triton.jit
 def _queries(codes, weights, row, count, WIDTH: tl.constexpr):
-    """Columns of a group's rows: e4m3 [64, columns] twice and their weights."""
+    """Columns of a group's rows: e4m3 [128, columns], and half their weights, since x + |x| = 2 relu(x) is one addition
+    where a maximum takes the slower unit."""
     q, head = _columns(WIDTH)
     mine = (row + q).to(tl.int64) * 32 + head
     there = q < count
-    k = tl.arange(0, 64)
-    source = codes + mine[:, None] * 128 + k[None, :]
-    first = tl.load(source, mask=there[:, None], other=0.0)
-    second = tl.load(source + 64, mask=there[:, None], other=0.0)
-    return tl.trans(first), tl.trans(second), tl.load(weights + mine, mask=there, other=0.0)
+    source = codes + mine[:, None] * 128 + tl.arange(0, 128)[None, :]
+    values = tl.load(source, mask=there[:, None], other=0.0)
+    return tl.trans(values), 0.5 * tl.load(weights + mine, mask=there, other=0.0)
 
 
 @triton.jit
@@ -214,7 +238,7 @@ def _paged_group(
     most = tl.max(visible, 0)
     table = tables + tl.load(plan + SLOT * n + row).to(tl.int64) * table_stride
     shifts = tl.load(header + u)
-    first, second, w = _queries(codes, weights, row, count, WIDTH)
+    q, w = _queries(codes, weights, row, count, WIDTH)
     key = tl.arange(0, KEYS)
     word = tl.arange(0, 16)
     eighth = tl.arange(0, KEYS // 8)
@@ -232,7 +256,7 @@ def _paged_group(
             inside = key % PER_BLOCK
             words = tl.load((base + inside * 16)[:, None] + word[None, :])
             scales = tl.load((base + PER_BLOCK * 16 + inside)[:, None] + 0 * u[None, :])
-        values = _scores(words, scales, shifts, first, second, w, WIDTH)
+        values = _scores(words, scales, shifts, q, w, WIDTH)
         values = tl.where(entry[:, None] < visible[None, :], values, float("-inf"))
         best = tl.max(tl.reshape(values, [KEYS // 8, 8, 4]), 1)
         _write(scores[None, :] + entry[:, None], values, tl.broadcast_to(there[None, :], [KEYS, 4]))
@@ -303,7 +327,7 @@ def _gathered_scores(
                 place = tl.load(plan + PLACE * n + row).to(tl.int64)
                 table = tables + tl.load(plan + SLOT * n + row).to(tl.int64) * table_stride
                 chosen = candidates + row.to(tl.int64) * candidate_stride
-                first, second, w = _queries(codes, weights, row, 1, 1)
+                q, w = _queries(codes, weights, row, 1, 1)
                 for tile in tl.range(begin * (_UNIT // KEYS), end * (_UNIT // KEYS), num_stages=STAGES):
                     i = tile * KEYS + key
                     entry = tl.load(chosen + i // 8, mask=i < offered, other=-1) * 8 + i % 8
@@ -313,7 +337,7 @@ def _gathered_scores(
                     inside = tl.where(there, entry, 0) % PER_BLOCK
                     words = tl.load((base + inside * 16)[:, None] + word[None, :])
                     scales = tl.load((base + PER_BLOCK * 16 + inside)[:, None] + 0 * u[None, :])
-                    values = _scores(words, scales, shifts, first, second, w, 1)
+                    values = _scores(words, scales, shifts, q, w, 1)
                     values = tl.where(there[:, None], values, float("-inf"))
                     best = tl.max(tl.reshape(values, [KEYS // 8, 8, 4]), 1)
                     mine = tl.broadcast_to((u == 0)[None, :], [KEYS, 4])

@@ -1,4 +1,4 @@
-"""The exact choice of entries and candidate blocks against kernels/reference/selection.py: the same positions, always."""
+"""The exact choice of entries and candidate blocks against kernels/reference/selection.py: equal in every case."""
 
 from __future__ import annotations
 

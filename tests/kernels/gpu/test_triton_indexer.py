@@ -1,6 +1,6 @@
 """Index keys, queries, scores and the whole choice against the reference operations.
 
-Scores: relative error below 1e-6 against float64 of the stored codes (float32 sums). Records, choices and repeats: equal.
+Scores: relative error below 1e-6 against float64 of the stored codes (float32 sums). Records, choices, repeats: equal.
 """
 
 from __future__ import annotations
@@ -145,13 +145,12 @@ class Step:
     def scores(self, plan: IndexPlan, candidates: Tensor | None = None) -> list[Tensor]:
         """What the kernels write for every row (empty where no scores are needed); checks the maxima of 8 beside it."""
         found = [torch.empty(0, device=DEVICE)] * len(self.positions)
-        where = self.pool, self.tables, self.per_block
         for number in range(plan.passes):
             memory = poisoned(len(score_memory(plan)), dtype=torch.float32)
             if candidates is None:
-                paged_scores(*self.queries, *where, plan, number, memory)
+                paged_scores(*self.queries, self.pool, self.tables, self.per_block, plan, number, memory)
             else:
-                gathered_scores(*self.queries, *where, candidates, plan, number, memory)
+                gathered_scores(*self.queries, self.pool, self.tables, self.per_block, candidates, plan, number, memory)
             for row in (plan.field(PASS) == number).nonzero().flatten().tolist():
                 if units := int(plan.field(UNITS)[row]):
                     place = int(plan.field(PLACE)[row]) * UNIT
@@ -170,9 +169,9 @@ class Step:
 STEPS = {
     "decode, one block an entry row of 128": Step([1, 1, 1, 1], [300, 20, 700, 127], 128),
     "decode, pages of 64": Step([1, 1, 1], [300, 901, 2], 64),
-    "verify": Step([6, 1, 3, 4], [300, 400, 700, 30], 128),
-    "verify, pages of 64": Step([6, 5, 2], [611, 300, 16], 64),
-    "prefill": Step([37], [240], 128),
+    "verify": Step([6, 1, 3, 4], [200, 300, 400, 12], 128),
+    "verify, pages of 64": Step([6, 3, 2], [611, 300, 16], 64),
+    "prefill": Step([21], [240], 128),
 } if not CUDA else {
     "decode": Step([1] * 64, [5000 * i + 1 for i in range(64)], 128, 512),
     "decode, pages of 64": Step([1] * 33, [777 * i for i in range(33)], 64, 512),
@@ -219,8 +218,8 @@ def test_the_choice_is_that_of_the_reference_on_the_same_scores(name: str) -> No
 
 
 def test_scores_that_do_not_fit_at_once_are_made_in_passes() -> None:
-    step = Step([6, 5, 1, 3], [300, 400, 650, 900], 128)
-    whole, parts = step.plan(), step.plan(score_bytes=4 * 3000)
+    step = Step([6, 1, 2], [200, 300, 130], 128)
+    whole, parts = step.plan(), step.plan(score_bytes=4 * 2048)
     assert whole.passes == 1 and parts.passes > 2
     for one, other in zip(step.scores(whole), step.scores(parts), strict=True):
         assert torch.equal(one, other)
@@ -229,10 +228,10 @@ def test_scores_that_do_not_fit_at_once_are_made_in_passes() -> None:
 
 
 def test_a_row_alone_has_the_same_scores_and_choice_as_in_company() -> None:
-    step = Step([6, 1, 9, 2], [300, 650, 420, 128], 128)
+    step = Step([6, 1, 5, 2], [200, 250, 300, 128], 128)
     together = step.scores(step.plan())
     chosen, _ = choose_entries(step.queries, step.pool, step.tables, 128, (step.plan(),))
-    for row in (0, 3, 5, 6, 9, 14, 17):
+    for row in (0, 3, 5, 6, 9, 13):
         alone = IndexQueries(step.queries.codes[row : row + 1], step.queries.weights[row : row + 1])
         plans = plan_step(
             step.positions[row : row + 1], step.slots[row : row + 1], step.positions[row : row + 1], chunks=1, ratio=1,
@@ -246,20 +245,18 @@ def test_a_row_alone_has_the_same_scores_and_choice_as_in_company() -> None:
         assert torch.equal(entries[0], chosen[row])
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 1], [6, 1, 3]])
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [3, 1]])
 def test_candidates_limit_the_choice_of_the_layers_behind(lengths: list[int]) -> None:
     """Blocks kept by one layer's scores, entries by another's: the reference's masks and choice, the same scores."""
     count = 32
-    step = Step(lengths, [600, 40, 300], 128)
+    step = Step(lengths, [600, 40, 300][: len(lengths)], 128)
     plan, inside = step.plan(), step.plan(candidates=count)
     source = step.scores(plan)
     _, blocks = choose_entries(step.queries, step.pool, step.tables, 128, (plan,), publish=count)
     assert blocks is not None
     step.queries = IndexQueries(step.queries.codes.roll(1, 0), step.queries.weights.flip(0).contiguous())
     own, gathered = step.scores(plan), step.scores(inside, blocks)
-    entries, nothing = choose_entries(
-        step.queries, step.pool, step.tables, 128, (inside,), candidates=blocks
-    )
+    entries, nothing = choose_entries(step.queries, step.pool, step.tables, 128, (inside,), candidates=blocks)
     assert nothing is None
     for row in range(len(own)):
         seen = int(step.visible[row])
