@@ -53,7 +53,8 @@ class KVFormat:
 
     def pages(self, config: ModelConfig) -> bool:
         """Whether the keys of this model lie so."""
-        return self.paged_keys and select.pages_keys(config.index_n_heads, config.index_head_dim)
+        shape = config.index_n_heads, config.index_head_dim, config.index_topk, config.candidate_block_size
+        return self.paged_keys and select.pages_keys(*shape)
 
     @property
     def packed(self) -> bool:
@@ -92,9 +93,11 @@ def format_problem(kv_format: str, dtype: torch.dtype) -> str | None:
 
 
 def rounding(config: ModelConfig, kind: KVFormat, device: torch.device) -> Rounding:
-    """Which records the kernels round that write them."""
-    latents = kind.packed and select.gpu_twins(device, torch.bfloat16)
-    return Rounding(latents, latents and kind.pages(config))
+    """Which records the kernels round that write them. ValueError for keys in pages that nothing could read."""
+    latents, pages = kind.packed and select.gpu_twins(device, torch.bfloat16), kind.pages(config)
+    if pages and not latents:
+        raise ValueError('kv_format: "hopper" needs the GPU kernels; use "packed"')
+    return Rounding(latents, pages)
 
 
 def open_pairs(drafts: int) -> int:

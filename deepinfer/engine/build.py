@@ -19,12 +19,14 @@ from deepinfer.config import VERIFY_ROWS, EngineConfig
 from deepinfer.engine.checkpoint_grammars import checkpoint_grammars
 from deepinfer.engine.core import EngineCore
 from deepinfer.engine.drafting import describe_choice, describe_drafting, draft_length, every_request_is_reproducible
-from deepinfer.engine.graphs import GraphedModel
+from deepinfer.engine.graphs import MOST_ROWS, GraphedModel
 from deepinfer.engine.invariance import sizes_problem, truncation_problem
+from deepinfer.engine.memory_plan import WorkingMemory, describe_memory, working_memory
 from deepinfer.engine.profile import measure_costs, typical_seconds
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.settings import Settings, check_keep_tokens
 from deepinfer.engine.sizing import divide_memory, fit
+from deepinfer.kernels import select
 from deepinfer.kernels.device import free_memory
 from deepinfer.kernels.select import step_threads
 from deepinfer.model import load_model
@@ -82,6 +84,7 @@ def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
             f"use at least that, or 0 to keep none"
         )
     keeps_windows = 0 < per_window <= memory.windows
+    working, graph_rows = _beside_the_cache(settings, model, drafts)
     config = fit(
         context=model.max_position_embeddings,
         max_model_len=settings.max_model_len,
@@ -90,7 +93,7 @@ def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
         bytes_per_block=per_block,
         bytes_per_slot=slot_bytes(model, settings.kv_format, drafts, replicas=keeps_windows)
         + _draft_logit_bytes(settings, drafts, model.vocab_size),
-        memory=memory.blocks,
+        memory=max(0, memory.blocks - working),
         bytes_per_step_token=staging_bytes(model, settings.kv_format, 1, drafts=drafts),
         draft_rows_per_seq=model.dspark_block_size if drafts else 0,
         num_blocks=settings.num_blocks,
@@ -106,11 +109,28 @@ def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
         overlap=settings.overlap,
         queue_policy=settings.queue_policy,
         offload_bytes=memory.offload,
+        graph_rows=graph_rows,
         seed=settings.seed,
     )
     if config.batch_invariant and (problem := truncation_problem(config)) is not None:
         raise ValueError(f"yoco_truncation: {problem}")
     return config
+
+
+def _beside_the_cache(settings: Settings, model: ModelConfig, drafts: int) -> tuple[int, int]:
+    """Bytes of a GPU that steps and graphs need beside weights and cache, and the rows of the largest graph; none of
+    either on a CPU."""
+    if settings.device.type == "cpu":
+        return 0, 0
+    rows = settings.max_num_seqs * (1 + drafts)
+    twins = select.gpu_twins(settings.device, getattr(torch, settings.dtype))
+    graph_rows = min(rows, MOST_ROWS) if twins else 0
+    return _working(settings.max_num_batched_tokens, rows, graph_rows, settings.max_model_len, model).total, graph_rows
+
+
+def _working(tokens: int, rows: int, graph_rows: int, longest: int | None, model: ModelConfig) -> WorkingMemory:
+    longest = longest or model.max_position_embeddings
+    return working_memory(model, tokens=tokens, rows=rows, graph_rows=graph_rows, longest=longest)
 
 
 def _draft_logit_bytes(settings: Settings, drafts: int, vocab_size: int) -> int:
@@ -130,6 +150,7 @@ def build_core(
 ) -> EngineCore:
     """An engine core on a loaded model. path: the model's directory, which names the content of its cache. on_event:
     told what the prefix cache stores and loses. progress: show it on stderr if measuring steps takes long."""
+    used = _used_memory(model.device)  # by the weights
     storage = CacheStorage.for_model(
         model,
         max_num_seqs=config.max_num_seqs,
@@ -144,8 +165,12 @@ def build_core(
         model.config, config, offload_blocks=config.offload_bytes // per_block, on_event=on_event
     )
     forward = GraphedModel(model, storage, rows=config.graph_rows, longest=config.max_model_len + VERIFY_ROWS)
+    memory: tuple[str, ...] = ()
     if model.device.type == "cuda":
-        forward.capture(progress=progress)
+        graphs = forward.capture(progress=progress)
+        rows = config.max_num_seqs * (1 + config.drafts)
+        working = _working(config.max_num_batched_tokens, rows, config.graph_rows, config.max_model_len, model.config)
+        memory = (describe_memory(model.config, config, weights=used, graphs=graphs, working=working),)
     drafting = _drafting(path, model, forward, storage, manager, config, progress) if config.drafts else None
     ends = (model.config.eos_token_id,)
     grammars, filler = checkpoint_grammars(Path(path), model.config.vocab_size, model.config.eos_token_id)
@@ -172,9 +197,15 @@ def build_core(
         namespace=partial(namespace, model_digest(path), config.kv_format, LAYOUT_VERSION),
         planner=drafting and drafting.planner,
         drafting=drafting.lines if drafting else (),
+        memory=memory,
         grammars=grammars,
         clock=clock,
     )
+
+
+def _used_memory(device: torch.device) -> int:
+    free, total = free_memory(device)
+    return total - free
 
 
 class _Drafting(NamedTuple):
@@ -216,5 +247,6 @@ def _drafting(
 
 
 def describe(path: Path, settings: Settings, model: ModelConfig, core: EngineCore) -> str:
-    """What is printed at start: the settings in force, drafting among them."""
-    return settings.describe(path, model, core.config, describe_drafting(settings, model, core.config, core.drafting))
+    """What is printed at start: the settings in force, drafting among them, and where a GPU's memory goes."""
+    drafting = describe_drafting(settings, model, core.config, core.drafting)
+    return settings.describe(path, model, core.config, (*drafting, *core.memory))

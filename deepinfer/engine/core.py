@@ -67,11 +67,12 @@ class EngineCore:
         namespace: Callable[[str], bytes] = lambda salt: salt.encode(),
         planner: DraftPlanner | None = None,
         drafting: tuple[str, ...] = (),
+        memory: tuple[str, ...] = (),
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.drafting = drafting
+        self.drafting, self.memory = drafting, memory  # lines for people
         self.manager = manager
         self.scheduler = Scheduler(config, manager, self._stop_ids, planner=planner)
         self.eos_token_ids = frozenset(eos_token_ids)

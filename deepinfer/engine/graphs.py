@@ -125,4 +125,10 @@ class GraphedModel:
         """Logits float32 of the step's rows that ask for them, as `DeepseekV41.forward`, good until the next step."""
         assert storage is self._storage
         fitting = [step for step in self._steps if step.rows.holds(batch)]
-        return fitting[-1].run(batch) if fitting else self._model.forward(batch, storage)
+        try:
+            return fitting[-1].run(batch) if fitting else self._model.forward(batch, storage)
+        except torch.cuda.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"out of memory in a step of {batch.num_rows} tokens: lower max_num_batched_tokens, or "
+                f"gpu_memory_utilization so that the cache leaves more"
+            ) from error

@@ -147,7 +147,9 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
     _check_word("dtype", dtype, DTYPES, "auto")
     kv_format = arguments.kv_format
     if kv_format == "auto":
-        kv_format = "packed" if dtype == "bfloat16" else "float32"  # in both cases nothing more is rounded
+        # in all cases nothing more is rounded
+        packed = "hopper" if select.gpu_twins(device, torch.bfloat16) else "packed"
+        kv_format = packed if dtype == "bfloat16" else "float32"
     _check_word("kv_format", kv_format, KV_FORMATS, "auto")
     problem = format_problem(kv_format, getattr(torch, dtype))
     if problem is not None:

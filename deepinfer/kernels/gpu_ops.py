@@ -48,7 +48,6 @@ put_key_rows, pack_keys = index_keys.put_key_rows, index_keys.pack_keys
 hyper_expand, hyper_collapse, hyper_collapse_norm = hyper.hyper_expand, hyper.hyper_collapse, hyper.hyper_collapse_norm
 engram_inject, compress_pairs = engram.engram_inject, compressor.compress_pairs
 rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
-serves_index = indexer.serves
 serves_attention, sparse_attention = attention.serves, attention.sparse_attention
 
 

@@ -62,7 +62,7 @@ class Indexer:
         query bottleneck. Updates `selection` in place."""
         assert self.kv_source is not None
         config = self.config
-        if state.rounds.keys and select.serves_index(self.heads, self.dim, self.topk, config.candidate_block_size):
+        if state.rounds.keys:
             self._select_paged(x, latent_query, cos, sin, state, selection)
             return
         queries = select.project(latent_query, self.wq_b, rounded=True).unflatten(1, (self.heads, self.dim))

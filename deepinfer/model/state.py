@@ -37,7 +37,7 @@ class Rounding(NamedTuple):
     """Which records a cache rounds itself, as the bfloat16 numerics would."""
 
     latents: bool = False  # window and compressed records
-    keys: bool = False
+    keys: bool = False  # index keys, which lie in pages then
 
 
 class StepBatch(Protocol):

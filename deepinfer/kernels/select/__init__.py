@@ -11,7 +11,6 @@ from deepinfer.kernels.select.attention import (
     candidate_mask,
     choose_entries,
     index_scores,
-    serves_index,
     sparse_attention,
     top_entries,
 )
@@ -102,7 +101,6 @@ __all__ = [
     "query_and_window",
     "reference_only",
     "rms_norm",
-    "serves_index",
     "sparse_attention",
     "step_threads",
     "table_rows",

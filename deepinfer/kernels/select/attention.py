@@ -81,11 +81,6 @@ class PagedKeys:
     plans: dict[Any, Any]
 
 
-def serves_index(heads: int, size: int, topk: int, block_size: int) -> bool:
-    """Whether `choose_entries` takes an indexer of this shape."""
-    return gpu().serves_index(heads, size, topk, block_size)
-
-
 def choose_entries(
     queries: tuple[Tensor, Tensor, Tensor, Tensor, float],
     keys: PagedKeys,

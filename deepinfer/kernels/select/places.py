@@ -68,9 +68,9 @@ def put_compressed(pool: Tensor, rows: Tensor, kv: Tensor, encode: Callable[[Ten
         pool[rows] = encode(kv)
 
 
-def pages_keys(heads: int, size: int) -> bool:
-    """Whether index keys of this shape can lie in pages."""
-    return (heads, size) == (32, 128)
+def pages_keys(heads: int, size: int, topk: int, block_size: int) -> bool:
+    """Whether an indexer of this shape reads keys in pages (`triton/indexer.py`). block_size: of candidates, or 0."""
+    return (heads, size) == (32, 128) and topk >= 16 and topk & (topk - 1) == 0 and block_size in (0, 8)
 
 
 def put_key_pages(pool: Tensor, rows: Tensor, keys: Tensor, per_block: int) -> None:

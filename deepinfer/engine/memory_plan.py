@@ -1,0 +1,80 @@
+"""What a GPU's memory is used for beside weights and cache, and the plan that is printed at start.
+
+The figures are upper bounds worked out from the shapes: a step's activations die before the next layer's are made, so
+the widest layer counts, with half as much again for what the allocator cannot use.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from deepinfer.cache.formats import block_bytes, slot_bytes, staging_bytes
+from deepinfer.config import BLOCK_SIZE, EngineConfig
+from deepinfer.model.config import ModelConfig
+
+SLACK = 1.5
+SCORE_BYTES = 512 << 20  # of index scores that are made at once (kernels/triton/indexer.py)
+MAXIMA = 1 + 1 / 8 + 1 / 64 + 1 / 512  # scores and their maxima over 8, 64 and 512 entries
+LOGITS = 4  # copies of a step's logits while it draws: as they came, tempered, sorted, probabilities
+GRAPH_NODES = 300 << 20  # of all graphs' launches: about 1,000 a graph
+
+
+class WorkingMemory(NamedTuple):
+    """Bytes at most."""
+
+    activations: int
+    scores: int
+    logits: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def token_bytes(model: ModelConfig) -> int:
+    """Activations of one token in the widest layer, bfloat16."""
+    stream = 2 * model.hc_mult * model.hidden_size  # as it enters a layer and as it leaves it
+    attention = 3 * model.num_attention_heads * model.head_dim  # queries, outputs, and a copy
+    experts = (model.num_experts_per_tok + 1) * (3 * model.moe_intermediate_size + model.hidden_size)
+    return int(2 * (stream + max(attention, experts) + 4 * model.hidden_size) * SLACK)
+
+
+def working_memory(model: ModelConfig, *, tokens: int, rows: int, graph_rows: int, longest: int) -> WorkingMemory:
+    """Of steps of up to `tokens` tokens, of which `rows` draw, and of graphs of up to `graph_rows` rows; sequences of
+    up to `longest` tokens."""
+    each = 4 * longest if model.kv_source_layer_ids else 0  # a row's scores, float32, at ratio 1
+
+    def scores(count: int) -> int:
+        return int(min(SCORE_BYTES, count * each) * MAXIMA)
+
+    logits = 4 * model.vocab_size  # bytes of a row
+    graphs = 0
+    if graph_rows:
+        # a graph keeps the logits of its own size: 1, 2, 4 .. graph_rows
+        graphs = graph_rows * (token_bytes(model) + 2 * logits) + scores(graph_rows) + GRAPH_NODES
+    return WorkingMemory(tokens * token_bytes(model), scores(tokens), LOGITS * rows * logits, graphs)
+
+
+def describe_memory(
+    model: ModelConfig, config: EngineConfig, *, weights: int, graphs: int, working: WorkingMemory
+) -> str:
+    """One line: what each part takes. weights, graphs: bytes as they were found."""
+    parts = {
+        "weights": weights,
+        f"{config.num_blocks} blocks of {BLOCK_SIZE} tokens": config.num_blocks * block_bytes(model, config.kv_format),
+        f"{config.max_num_seqs} sequences": config.max_num_seqs
+        * slot_bytes(model, config.kv_format, config.drafts, replicas=config.window_entries > 0),
+        "staged records": staging_bytes(
+            model,
+            config.kv_format,
+            config.max_num_batched_tokens,
+            drafts=config.drafts,
+            max_num_seqs=config.max_num_seqs,
+        ),
+        "graphs": graphs,
+        f"at most, activations of {config.max_num_batched_tokens} tokens": working.activations,
+        "index scores": working.scores,
+        "logits": working.logits,
+    }
+    return "memory in GiB: " + ", ".join(f"{size / 2**30:,.2f} {name}" for name, size in parts.items())

@@ -1,0 +1,43 @@
+"""What a GPU needs beside weights and cache follows from shapes, and is told by part."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepinfer.config import EngineConfig
+from deepinfer.engine.memory_plan import SCORE_BYTES, describe_memory, token_bytes, working_memory
+from deepinfer.model.presets import flash
+
+FLASH = flash()
+
+
+def test_a_token_of_the_released_model_takes_some_hundred_kilobytes():
+    """Queries and outputs of 64 heads of 512 are 131,072 bytes, the stream twice 81,920; nothing smaller can do."""
+    assert 213_000 < token_bytes(FLASH) < 600_000
+
+
+def test_working_memory_grows_with_what_asks_for_it_and_index_scores_are_bounded():
+    sizes = {"tokens": 4096, "rows": 64, "graph_rows": 384, "longest": 32_768}
+    plan = working_memory(FLASH, **sizes)
+    assert plan.activations == 4096 * token_bytes(FLASH)
+    assert plan.logits == 4 * 64 * FLASH.vocab_size * 4
+    assert plan.total == sum((plan.activations, plan.scores, plan.logits, plan.graphs))
+    assert working_memory(FLASH, **sizes | {"graph_rows": 0}).graphs == 0
+    longer = working_memory(FLASH, **sizes | {"longest": FLASH.max_position_embeddings})
+    assert plan.scores <= longer.scores < 1.2 * SCORE_BYTES
+    assert working_memory(FLASH, **sizes | {"tokens": 1, "longest": 1024}).scores < 5000
+
+
+def test_the_line_at_start_names_every_part():
+    config = EngineConfig(
+        max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=4096, num_blocks=2048, kv_format="hopper", drafts=5
+    )
+    working = working_memory(FLASH, tokens=4096, rows=384, graph_rows=384, longest=4096)
+    line = describe_memory(FLASH, config, weights=50 << 30, graphs=3 << 30, working=working)
+    assert "50.00 weights" in line
+    assert "3.00 graphs" in line
+    assert f"{2048 * 113_920 / 2**30:,.2f} 2048 blocks of 128 tokens" in line  # docs/engine.md: bytes of a block
+    for part in ("64 sequences", "staged records", "activations of 4096 tokens", "index scores", "logits"):
+        assert part in line
+    with pytest.raises(ValueError, match="kv_format"):
+        EngineConfig(max_model_len=8, max_num_seqs=1, max_num_batched_tokens=8, num_blocks=1, kv_format="paged")
