@@ -76,7 +76,7 @@ def main(modules: list[str]) -> None:
         report[module] = {"cases": dict.fromkeys(found.CASES), "wgmma": wgmma, "stack": stack}
     jobs = [(module, case) for module in modules for case in report[module]["cases"]]
     # The compiler runs in the process itself: children side by side, forked after the slow imports.
-    with multiprocessing.get_context("fork").Pool(min(4, os.cpu_count() or 1)) as pool:
+    with multiprocessing.get_context("fork").Pool(min(16, os.cpu_count() or 1)) as pool:
         for module, case, kernels in pool.imap_unordered(compiled_case, jobs, chunksize=1):
             report[module]["cases"][case] = kernels
     print(json.dumps(report))
