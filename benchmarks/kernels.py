@@ -15,6 +15,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,22 @@ def time_us(prepared: Prepared, device: torch.device) -> dict[str, float]:
     """Median, least and greatest microseconds of one launch."""
     time = time_launches(prepared.run, prepared.copies, device)
     return {"us": round(time.us, 2), "least_us": round(time.least_us, 2), "most_us": round(time.most_us, 2)}
+
+
+def checked(case: KernelCase, device: torch.device) -> str:
+    """Builds and checks a case and times nothing; what came of it. Compiles everything that timing it would."""
+    try:
+        prepared = case.make(device)
+        error = prepared.check()
+        prepared.run(0)
+        torch.cuda.synchronize()
+    except Exception as failure:
+        return f"FAILED {type(failure).__name__}: {failure}"[:400]
+    finally:
+        _release()
+    if error is None:
+        return "nothing to compare"
+    return f"{'fine' if error <= prepared.tolerance else 'WRONG'}: {error:.2e}, at most {prepared.tolerance:.2e}"
 
 
 def measured(case: KernelCase, rates: Rates, peers: Peers, device: torch.device) -> dict[str, Any]:
@@ -134,6 +151,10 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_argument("--match", help="only cases whose name has this in it")
     arguments.add_argument("--peers", type=Path, help="folder (or .tar.xz) of peers' kernels, see peers.py")
+    arguments.add_argument(
+        "--few-peers", action="store_true", help="peers only where a target or a known figure stands; some compile long"
+    )
+    arguments.add_argument("--check", action="store_true", help="check every case and time nothing")
     arguments.add_argument("--json", type=Path, help="also write the figures to this file, after every case")
     arguments.add_argument("--commit", help="name of the state measured, where there is no repository")
     arguments.add_argument("--list", action="store_true", help="print the cases and run nothing")
@@ -154,6 +175,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         sys.exit("kernels.py: no CUDA device here (--list shows the cases)")
     device = torch.device("cuda")
+    if options.check:
+        for case in cases:
+            print(f"{case.name}: {checked(case, device)}", flush=True)
+        return
     rates = measured_rates(device)
     print(
         f"copy {rates.copy / 1e9:,.0f} GB/s, bf16 {rates.bf16 / 1e12:,.0f}, FP8 {rates.fp8 / 1e12:,.0f} TFLOP/s",
@@ -173,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cases": [],
     }
     for case in cases:
+        if options.few_peers and case.target_us is None and case.peer_us is None:
+            case = replace(case, peer_key=None)
         result["cases"].append(measured(case, rates, peers, device))
         print("  ".join(row(result["cases"][-1])), flush=True)
         if options.json is not None:

@@ -99,3 +99,15 @@ def test_list_needs_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     kernels.main(["--list", "--only", "dense"])
     captured = capsys.readouterr()
     assert "kernels_dense" in captured.err or "dense" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(0.05, "fine"), (0.5, "WRONG"), (float("nan"), "WRONG"), (None, "nothing")]
+)
+def test_check_alone(monkeypatch: pytest.MonkeyPatch, error: float | None, words: str) -> None:
+    monkeypatch.setattr(kernels, "_release", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runs: list[int] = []
+    made = case(make=lambda device: Prepared(runs.append, check=lambda: error, tolerance=0.1))
+    assert kernels.checked(made, torch.device("cpu")).startswith(words)
+    assert runs == [0]
