@@ -111,12 +111,6 @@ def _attention(
     head = tl.arange(0, TILE_HEADS)
     here = head < HEADS  # a product takes 16 rows at least
     places = head[:, None] * D + tl.arange(0, D)[None, :]
-    if TILE_HEADS == HEADS:
-        queries = tl.load(q + n * HEADS * D + places)
-    else:
-        queries = tl.load(q + n * HEADS * D + places, mask=here[:, None], other=0.0)
-    if INTERPRET:
-        queries = queries.to(tl.float32)
     top = tl.full([TILE_HEADS], _NO_MAXIMUM, tl.float32)
     total = tl.zeros([TILE_HEADS], tl.float32)
     acc = tl.zeros([TILE_HEADS, D], tl.float32)
@@ -126,6 +120,13 @@ def _attention(
         tiles = tl.minimum(tiles, first + part)
     lists = window_indices, kv_indices, window, selected, window_tiles
     next_rows = tile_rows(lists, first, B)
+    _prefetch_tile(window_pool, kv_pool, next_rows, first < window_tiles, D)  # before the 64 KB of queries
+    if TILE_HEADS == HEADS:
+        queries = tl.load(q + n * HEADS * D + places)
+    else:
+        queries = tl.load(q + n * HEADS * D + places, mask=here[:, None], other=0.0)
+    if INTERPRET:
+        queries = queries.to(tl.float32)
     for tile in tl.range(first, tiles, num_stages=1):  # the compiler's own pipelines only cost registers here
         rows = next_rows
         next_rows = tile_rows(lists, tile + 1, B)
@@ -135,10 +136,7 @@ def _attention(
             keys = window_tile(window_pool, rows, B, D)
         else:
             keys = compressed_tile(kv_pool, rows, B, D)
-        if tile + 1 < window_tiles:
-            prefetch_records(window_pool, next_rows, D + D // 32)
-        else:
-            prefetch_records(kv_pool, next_rows, D // 2 + D // 16)
+        _prefetch_tile(window_pool, kv_pool, next_rows, tile + 1 < window_tiles, D)
         top, total, acc = attend(queries, keys, rows >= 0, tile < tiles, top, total, acc, logit_scale)
     if SPLIT:
         block = n * tl.num_programs(1) + tl.program_id(1)
@@ -159,6 +157,14 @@ def tile_rows(lists, tile, B: tl.constexpr):
     place = tl.where(in_window, tile, tile - window_tiles) * B + tl.arange(0, B)
     rows = tl.load(indices + place, mask=place < tl.where(in_window, window, selected), other=-1)
     return rows.to(tl.int32)
+
+
+@triton.jit
+def _prefetch_tile(window_pool, kv_pool, rows, in_window, D: tl.constexpr):
+    if in_window:
+        prefetch_records(window_pool, rows, D + D // 32)
+    else:
+        prefetch_records(kv_pool, rows, D // 2 + D // 16)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 A window record is Q8 per 32, a compressed record FP4 with an E4M3 scale per 16 (model specification 2.0 and 4.1). The
 bytes are those of the reference's `pack_window` and `pack_compressed` of the values that its fake quantisers give: what
-a cache holds does not depend on who wrote it. Every quotient is correctly rounded, because an approximate one moves
-exact ties; powers of two are multiplied.
+a cache holds does not depend on who wrote it. The one quotient is correctly rounded, because an approximate one moves
+exact ties; the others are compared without being made.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FP4_AMAX_FLOOR = tl.constexpr(6.0 * 2.0**-9)  # six times e4m3's smallest denor
 
 
 def insert_window(latents: Tensor, pool: Tensor, rows: Tensor) -> None:
-    """latents bf16 or float32 [N, D] (normed and rotated) as window records into pool uint8 [R, D + D / 32] at rows
+    """latents bf16 [N, D] (normed and rotated) as window records into pool uint8 [R, D + D / 32] at rows
     int [N]; -1 = written nowhere. No row twice."""
     _insert(_insert_window, latents, pool, rows, window_bytes(latents.shape[1]))
 
 
 def insert_compressed(latents: Tensor, pool: Tensor, rows: Tensor) -> None:
-    """latents bf16 or float32 [N, D] (rotated) as compressed records into pool uint8 [R, D / 2 + D / 16] at rows
+    """latents bf16 [N, D] (rotated) as compressed records into pool uint8 [R, D / 2 + D / 16] at rows
     int [N]; -1 = written nowhere. No row twice."""
     _insert(_insert_compressed, latents, pool, rows, compressed_bytes(latents.shape[1]))
 
@@ -42,6 +42,8 @@ def _insert(kernel: triton.JITFunction, latents: Tensor, pool: Tensor, rows: Ten
         raise ValueError(f"pool {pool.dtype} {tuple(pool.shape)}: {width} values are a record of {size} bytes (uint8)")
     if width & (width - 1) or width < FP8_GROUP:
         raise ValueError(f"latents of {width} values: a power of two, at least {FP8_GROUP}, is served")
+    if latents.dtype != torch.bfloat16 or latents.stride(1) != 1:
+        raise ValueError(f"latents {latents.dtype}: bf16 with values side by side is served")
     if rows.shape != (count,):
         raise ValueError(f"{count} latents, but rows {tuple(rows.shape)}")
     options = {"WIDTH": width, "num_warps": max(1, width // 512)}  # 16 values a thread
@@ -101,7 +103,7 @@ def _pack_again(magnitude, codes):
     exact = _all(_magnitudes(again) * scale[:, None] == magnitude)
     larger = _e4m3(tl.max(magnitude, axis=1) / 4.0)  # exact quotient
     larger = tl.where(larger > 0.0, larger, scale)
-    larger_codes = _fp4_code(tl.div_rn(magnitude, tl.broadcast_to(larger[:, None], magnitude.shape)))
+    larger_codes = _fp4_code(magnitude, larger[:, None])
     found = _all(_magnitudes(larger_codes) * larger[:, None] == magnitude) & (exact == 0)
     again = tl.where(found[:, None], larger_codes, again)
     return again | (codes & 8), tl.where(found, larger, scale)
@@ -113,15 +115,20 @@ def _quantize_fp4(v):
     amax = tl.maximum(tl.max(tl.abs(v), axis=1), _FP4_AMAX_FLOOR)
     scale = _e4m3(tl.minimum(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), _FP8_MAX))
     sign = (v.to(tl.int32, bitcast=True) >> 28) & 8
-    return _fp4_code(tl.div_rn(tl.abs(v), tl.broadcast_to(scale[:, None], v.shape))) | sign, scale
+    return _fp4_code(tl.abs(v), scale[:, None]) | sign, scale
 
 
 @triton.jit
-def _fp4_code(magnitude):
-    """Scaled magnitudes -> e2m1 codes 0..7 int32: to nearest, ties to the even code, saturating."""
-    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
-    code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-    return code + (magnitude > 5.0).to(tl.int32)
+def _fp4_code(magnitude, scale):
+    """Magnitudes of bf16 values and their scales -> e2m1 codes 0..7 int32 of the quotients: to nearest, ties to the
+    even code, saturating.
+
+    No division: an edge between two codes times an e4m3 scale is exact, and a bf16 value that is not equal to it is
+    at least 2^-9 of it away, much more than the rounding of a quotient could hide."""
+    code = (magnitude > 0.25 * scale).to(tl.int32) + (magnitude >= 0.75 * scale).to(tl.int32)
+    code += (magnitude > 1.25 * scale).to(tl.int32) + (magnitude >= 1.75 * scale).to(tl.int32)
+    code += (magnitude > 2.5 * scale).to(tl.int32) + (magnitude >= 3.5 * scale).to(tl.int32)
+    return code + (magnitude > 5.0 * scale).to(tl.int32)
 
 
 @triton.jit

@@ -87,11 +87,22 @@ def test_many_random_latents(
     assert torch.equal(pool.cpu(), reference(x))
 
 
+def test_every_bf16_maximum_of_a_compressed_group_from_the_smallest_scale_to_the_largest() -> None:
+    top = torch.arange(0x3980, 0x4500, dtype=torch.int16).view(torch.bfloat16).float()  # 2^-12 .. 2^11
+    shares = torch.tensor([1, -1, 0.9, 0.83, 0.75, 0.6, 0.5, 0.42, -0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0])
+    x = (top[:, None] * shares).to(torch.bfloat16).view(-1, 512)  # [92, 512]
+    pool = poisoned(len(x), 288, dtype=torch.uint8)
+    insert_compressed(x.to(DEVICE), pool, torch.arange(len(x), device=DEVICE))
+    assert torch.equal(pool.cpu(), compressed_reference(x))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x, rows = torch.zeros(2, 512, dtype=torch.bfloat16, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="record of 528 bytes"):
         insert_window(x, torch.zeros(4, 288, dtype=torch.uint8, device=DEVICE), rows)
     with pytest.raises(ValueError, match="power of two"):
         insert_compressed(x[:, :96], torch.zeros(4, 54, dtype=torch.uint8, device=DEVICE), rows)
+    with pytest.raises(ValueError, match="bf16"):
+        insert_window(x.float(), torch.zeros(4, 528, dtype=torch.uint8, device=DEVICE), rows)
     with pytest.raises(ValueError, match="rows"):
         insert_compressed(x, torch.zeros(4, 288, dtype=torch.uint8, device=DEVICE), rows[:1])
