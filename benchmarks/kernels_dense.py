@@ -120,13 +120,20 @@ def queries_case(m: int) -> KernelCase:
     )
 
 
-def output_case(m: int) -> KernelCase:
+def output_case(m: int, kept: bool = False) -> KernelCase:
+    """kept: with a widened copy of wo_a that is made once."""
     n, k = GROUPS * GROUP_RANK, HEADS // GROUPS * HEAD_DIM
 
     def make(device: torch.device) -> Prepared:
         o = torch.randn(m, HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
         turn = angles(m, device)
         weights = [random_weight(n, k, device) for _ in range(copies_beyond_cache(n * k))]
+
+        wides = [grouped_output.widen(*weight) for weight in weights] if kept else [None] * len(weights)
+
+        def run(copy: int) -> Tensor:
+            # Turned in place again and again: rotations keep every value within its pair's length.
+            return grouped_output.grouped_output(o, *weights[copy], *turn, GROUPS, wide=wides[copy])
 
         def check() -> float:
             order, split = grouped_output.column_order(HEAD_DIM), rope.split_order(HEAD_DIM)
@@ -135,20 +142,17 @@ def output_case(m: int) -> KernelCase:
             given = some[..., torch.argsort(split).to(device)]
             turned = apply_rope(given, turn[0][:256], turn[1][:256], inverse=True).double().view(len(some), GROUPS, -1)
             expected = torch.einsum("ngk,grk->ngr", turned, natural.view(GROUPS, GROUP_RANK, -1)).flatten(1)
-            out = grouped_output.grouped_output(o.clone(), *weights[0], *turn, GROUPS)[:256]
+            out = grouped_output.grouped_output(o.clone(), *weights[0], *turn, GROUPS, wide=wides[0])[:256]
             return error(out, expected)
 
-        # Turned in place again and again at many rows: rotations keep every value within its pair's length.
-        return Prepared(
-            lambda copy: grouped_output.grouped_output(o, *weights[copy], *turn, GROUPS), len(weights), check, TOLERANCE
-        )
+        return Prepared(run, len(weights), check, TOLERANCE)
 
     return KernelCase(
-        name=f"inverse rotation and wo_a, {m} rows",
+        name=f"inverse rotation and wo_a{', widened at load' if kept else ''}, {m} rows",
         area="dense",
         shape={"m": m, "n": n, "k": k, "heads": HEADS},
         make=make,
-        bytes=n * k + 4 * n + 2 * m * HEADS * HEAD_DIM + 2 * m * n,
+        bytes=(2 * n * k if kept else n * k + 4 * n) + 2 * m * HEADS * HEAD_DIM + 2 * m * n,
         flops=2 * m * n * k,
         rate="bf16",
     )
@@ -241,6 +245,7 @@ def cases() -> list[KernelCase]:
     """All cases of this area."""
     products = [product_case(name, m) for name in MATRICES for m in (*DECODE, *PREFILL)]
     fused = [make(m) for make in (queries_case, output_case) for m in (1, 64, 384, 4096)]
+    fused += [output_case(m, kept=True) for m in (128, 384)]
     rows = [make(m) for make in (latents_case, norms_case) for m in (1, 64, 384)]
     rows += [quantize_case(m, k, normed) for k, normed in ((8192, False), (WIDTH, True)) for m in (64, 384, 4096)]
     return products + fused + rows

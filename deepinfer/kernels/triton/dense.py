@@ -83,7 +83,6 @@ def _linear_kernel(
     WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
     PROMOTE: tl.constexpr, RAGGED: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    start_next()
     token_tile, output_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     if HEAD:
@@ -103,6 +102,7 @@ def _linear_kernel(
         x, w, token, output, rows, outputs, first * DEPTH, tl.minimum(each, steps - first),
         WIDTH, DEPTH, TOKENS, OUTPUTS, PROMOTE, RAGGED,
     )  # fmt: skip
+    start_next()
     # Powers of two: where they are multiplied in changes no bit.
     total *= tl.load(factor + output, mask=output < outputs, other=0.0)[:, None]
     total *= tl.load(scale + token, mask=token < rows, other=0.0)[None, :]
@@ -129,8 +129,8 @@ def _linear_kernel(
 
 @triton.jit(do_not_specialize=["size"])
 def _add_kernel(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    start_next()
     wait_for_previous()
+    start_next()
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(parts + places, mask=places < size, other=0.0)
     for part in tl.static_range(1, SPLITS):

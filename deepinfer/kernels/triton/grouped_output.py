@@ -2,7 +2,10 @@
 
 The release multiplies bf16 outputs with wo_a widened to bf16. Here wo_a stays FP8 in memory and is widened on its way
 into the tensor core; its power-of-two row factors follow the sum, so the product is that of the widened matrix. Many
-rows: the library's product with a matrix that was widened whole.
+rows: the library's product with a matrix that was widened whole, for this call or once at load.
+
+Turning the heads inside the product was tried: its operand then goes through registers and is turned again by every
+tile of outputs. At 1 and 64 rows that took 20 and 27 us with the Q8 behind it; in a launch of its own it is 16 and 23.
 
 A thread of the tensor core needs, of every 16 columns, two and the two that lie 8 further on. Columns are stored so
 that what it needs of 64 lies together, 16 bytes: one shared-memory load where there would be eight (`column_order`).
@@ -22,7 +25,8 @@ from deepinfer.kernels.triton.rope import rope_split_, split_order
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
 
 RUN = 64  # columns that are reordered among themselves
-LIBRARY_ROWS = 512  # from here on a widened copy of wo_a (64 MiB a layer, made anew each time) pays
+WIDENED_ROWS = 512  # from here on a widened copy of wo_a (64 MiB), made for one product, pays
+KEPT_ROWS = 96  # and from here on one that is kept
 
 
 def column_order(head_dim: int) -> Tensor:
@@ -35,13 +39,15 @@ def column_order(head_dim: int) -> Tensor:
     return split_order(head_dim).view(-1, RUN)[:, run].flatten()
 
 
-def choose_tile(rows: int, rank: int, width: int) -> Tile:
-    """rank outputs from `width` values a group. From measurements on an H200; `splits` and `depth` do not look at the
-    rows."""
-    tokens = min(max(16, triton.next_power_of_2(rows)), 64)
-    return Tile(
-        min(64, triton.next_power_of_2(rank)), tokens, 128, 2 if width >= 1024 and width % 256 == 0 else 1, 4, 4
-    )
+def choose_tile(rows: int, rank: int, width: int, invariant: bool) -> Tile:
+    """rank outputs from `width` values a group. From measurements on an H200. Only `splits` changes the order in which
+    terms are added; with `invariant` it does not look at the rows."""
+    outputs = min(64, triton.next_power_of_2(rank))
+    cut = 2 if width >= 1024 and width % 512 == 0 else 1
+    if rows > 64:  # three programs share a processor: 60 KB of shared memory each
+        return Tile(outputs, 128, RUN, cut if invariant else 1, 3, 4)
+    tokens = max(16, triton.next_power_of_2(rows))
+    return Tile(outputs, tokens, 256 if tokens == 16 and width % (256 * cut) == 0 else 128, cut, 4, 4)
 
 
 @triton.jit
@@ -101,7 +107,6 @@ def _grouped_kernel(
     o, w, factor, out, rows, RANK: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    start_next()
     wait_for_previous()
     token_tile, output_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles: tl.constexpr = (RANK + OUTPUTS - 1) // OUTPUTS  # of a group
@@ -126,6 +131,7 @@ def _grouped_kernel(
             _finished()
         w_places += DEPTH
         o_places += DEPTH
+    start_next()
     total *= tl.load(factor + output, mask=place < RANK, other=0.0)[:, None]
     width: tl.constexpr = GROUPS * RANK
     if SPLITS > 1:  # out is float32 [SPLITS, rows, width]
@@ -136,8 +142,8 @@ def _grouped_kernel(
 
 @triton.jit
 def _widen_kernel(codes, factor, out, width, BLOCK: tl.constexpr):
-    start_next()
     wait_for_previous()
+    start_next()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < width
@@ -183,39 +189,43 @@ def _product(o: Tensor, codes: Tensor, factors: Tensor, groups: int, tile: Tile)
 
 
 def split_sums(
-    o: Tensor, codes: Tensor, factors: Tensor, cos: Tensor, sin: Tensor, groups: int, *, invariant: bool = False
-) -> Tensor:
+    o: Tensor, codes: Tensor, factors: Tensor, cos: Tensor, sin: Tensor, groups: int, *,
+    wide: Tensor | None = None, invariant: bool = False,
+) -> Tensor:  # fmt: skip
     """`grouped_output` for a reader that adds (`quantize_rows`): float32 [splits, N, groups * rank] where K is cut,
     else its bf16 [N, groups * rank]."""
     rope_split_(o, cos, sin, inverse=True)
-    if o.is_cuda and len(o) >= LIBRARY_ROWS and not invariant:
-        return library_product(o, codes, factors, groups)
-    return _product(o, codes, factors, groups, choose_tile(len(o), len(codes) // groups, codes.shape[1]))
+    if o.is_cuda and len(o) >= (WIDENED_ROWS if wide is None else KEPT_ROWS) and not invariant:
+        return library_product(o, widen(codes, factors) if wide is None else wide, groups)
+    return _product(o, codes, factors, groups, choose_tile(len(o), len(codes) // groups, codes.shape[1], invariant))
 
 
 def grouped_output(
-    o: Tensor, codes: Tensor, factors: Tensor, cos: Tensor, sin: Tensor, groups: int, *, invariant: bool = False
-) -> Tensor:
+    o: Tensor, codes: Tensor, factors: Tensor, cos: Tensor, sin: Tensor, groups: int, *,
+    wide: Tensor | None = None, invariant: bool = False,
+) -> Tensor:  # fmt: skip
     """o bf16 [N, heads, head_dim] in split order, contiguous (turned in place), turned back by cos, sin float32 [N,
     rope_dim / 2] and rounded to bf16, then each group of heads through its wo_a -> bf16 [N, groups * rank].
 
     codes e4m3 [groups * rank, heads / groups * head_dim], columns in `column_order` per head, factors float32 [groups *
-    rank] (`quantize.fold_fp8`). invariant: a row's bits do not depend on N (otherwise they change at LIBRARY_ROWS).
+    rank] (`quantize.fold_fp8`). wide: `widen` of both where there is room to keep it, for 96 rows and more (at 384 rows
+    37 instead of 56 us). invariant: a row's bits do not depend on N.
     """
-    out = split_sums(o, codes, factors, cos, sin, groups, invariant=invariant)
+    out = split_sums(o, codes, factors, cos, sin, groups, wide=wide, invariant=invariant)
     return add_parts(out) if out.dim() == 3 else out
 
 
 def grouped_rows(
-    o: Tensor, codes: Tensor, factors: Tensor, cos: Tensor, sin: Tensor, groups: int, *, invariant: bool = False
-) -> Fp8Rows:
+    o: Tensor, codes: Tensor, factors: Tensor, cos: Tensor, sin: Tensor, groups: int, *,
+    wide: Tensor | None = None, invariant: bool = False,
+) -> Fp8Rows:  # fmt: skip
     """Q8 of `grouped_output`, what wo_b multiplies, without a pass over it in between."""
-    return quantize_rows(split_sums(o, codes, factors, cos, sin, groups, invariant=invariant))
+    return quantize_rows(split_sums(o, codes, factors, cos, sin, groups, wide=wide, invariant=invariant))
 
 
-def library_product(o: Tensor, codes: Tensor, factors: Tensor, groups: int) -> Tensor:
-    """The second step alone, for heads that are turned back already, on a widened matrix: bf16 [N, groups * rank]."""
-    z = o.new_empty(len(o), groups, len(codes) // groups)
-    weights = widen(codes, factors).unflatten(0, (groups, -1))  # [groups, rank, K]
+def library_product(o: Tensor, wide: Tensor, groups: int) -> Tensor:
+    """The second step alone: heads that are turned back already times a widened matrix, bf16 [N, groups * rank]."""
+    z = o.new_empty(len(o), groups, len(wide) // groups)
+    weights = wide.unflatten(0, (groups, -1))  # [groups, rank, K]
     torch.bmm(o.view(len(o), groups, -1).transpose(0, 1), weights.transpose(1, 2), out=z.transpose(0, 1))
     return z.flatten(1)

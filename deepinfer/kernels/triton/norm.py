@@ -17,8 +17,8 @@ _GROUP = tl.constexpr(FP8_GROUP)
 
 @triton.jit
 def _norm_kernel(x, weight, out, stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    start_next()
     wait_for_previous()
+    start_next()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < WIDTH
@@ -50,8 +50,8 @@ def _query_norms_kernel(
     merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, eps,
     RANK: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    start_next()
     wait_for_previous()
+    start_next()
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = latent.dtype.element_ty
     if tl.program_id(1) == 0:

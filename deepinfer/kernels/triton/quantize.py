@@ -123,8 +123,8 @@ def added(source, row, rows, offsets, inside, stride, SPLITS: tl.constexpr, dtyp
 def _quantize_kernel(
     x, codes, scale, rows, stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    start_next()
     wait_for_previous()
+    start_next()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = offsets < WIDTH
@@ -137,8 +137,8 @@ def _quantize_kernel(
 def _norm_quantize_kernel(
     x, weight, normed, codes, scale, stride, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
-    start_next()
     wait_for_previous()
+    start_next()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = offsets < WIDTH

@@ -28,8 +28,8 @@ def split_order(head_dim: int) -> Tensor:
 def _split_kernel(
     x, cos, sin, heads, HEAD: tl.constexpr, ROPE: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    start_next()
     wait_for_previous()
+    start_next()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     pair = tl.arange(0, ROPE)[None, :]
@@ -59,8 +59,8 @@ def rope_split_(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -
 def _natural_kernel(
     x, out, cos, sin, heads, width, keep, ROPE: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    start_next()
     wait_for_previous()
+    start_next()
     line = tl.program_id(0).to(tl.int64)  # row * heads + head
     row = line // heads
     pair = tl.arange(0, BLOCK)

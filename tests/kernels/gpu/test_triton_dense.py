@@ -168,8 +168,11 @@ def test_heads_are_turned_back_and_go_through_their_groups_matrix(shape: tuple[i
     rows = grouped_output.grouped_rows(split.clone(), *weight, cos, sin, groups)
     same = fold_groups(*quant.quantize_fp8(out))
     assert torch.equal(rows.codes.float(), same.codes.float()) and torch.equal(rows.scale, same.scale)
-    library = grouped_output.library_product(rotated, *weight, groups)
+    library = grouped_output.library_product(rotated, grouped_output.widen(*weight), groups)
     assert relative_error(library, expected) < BF16_ROUNDING
+    alone = grouped_output.grouped_output(split[:1].clone(), *weight, cos[:1], sin[:1], groups, invariant=True)
+    among = grouped_output.grouped_output(split.clone(), *weight, cos, sin, groups, invariant=True)
+    assert torch.equal(alone, among[:1])
 
 
 def test_a_head_that_is_no_whole_number_of_runs_is_refused() -> None:
