@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,13 +41,12 @@ class PageLocked:
                 f"{self.tensor.nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {int(code)})"
                 "; keep the Engram tables mapped instead"
             )
-        self._locked = True
+        # Also where nobody closes it: memory that is freed while it is locked cannot be locked again.
+        self._unlock = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.tensor.data_ptr())
 
     def close(self) -> None:
-        """Unlock. Nothing on the device may read it any more."""
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._locked = False
+        """Unlock, if that was not done. Nothing on the device may read it any more."""
+        self._unlock()
 
 
 def _copied(source: Bytes) -> Bytes:
