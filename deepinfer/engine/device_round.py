@@ -29,7 +29,8 @@ from torch import Tensor
 from deepinfer.engine.plan import StepResult
 from deepinfer.engine.sampling_state import CHANGED, DRAWN, LISTED, RESIDUAL, TRUNCATED, SamplingState
 from deepinfer.kernels.triton.round_rows import Rows, fill_rows
-from deepinfer.kernels.triton.sampling import RowLaws, sample
+from deepinfer.kernels.triton.sampling import sample
+from deepinfer.kernels.triton.sampling_rows import RowLaws
 from deepinfer.kernels.triton.verify import Report, keep_drafts, settle_coupled
 from deepinfer.speculation.calibration import Calibration
 from deepinfer.speculation.propose import Rule

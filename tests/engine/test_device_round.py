@@ -1,6 +1,9 @@
-"""Rounds of the device alone bring what the runner brings: tokens, counts, log-probabilities and survivals, step by step."""
+"""Rounds of the device alone bring what the runner brings, step by step: tokens, counts, logarithms, survivals."""
 
 from __future__ import annotations
+
+from copy import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +17,19 @@ from deepinfer.cache.graph_step import StepRows
 from deepinfer.engine.device_round import DeviceRound, DraftsOfRound, Round, RoundColumns, serves
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.sampling_state import BIASED, CONSTRAINED, DRAWN, LISTED, MASKED, PENALISED, RESIDUAL, TRUNCATED
+from deepinfer.engine.sampling_state import (
+    BIASED,
+    CONSTRAINED,
+    DRAWN,
+    LISTED,
+    MASKED,
+    PENALISED,
+    RESIDUAL,
+    TRUNCATED,
+    SamplingState,
+)
 from deepinfer.kernels.triton.runtime import INTERPRET
-from deepinfer.kernels.triton.sampling import RowLaws
+from deepinfer.kernels.triton.sampling_rows import RowLaws
 from deepinfer.speculation.propose import DraftLaw, Rule
 
 DEVICE = torch.device("cpu" if INTERPRET.value else "cuda")
@@ -78,7 +91,7 @@ class Twins:
         drafter = (lambda storage, k: RowDrafter(storage, k, noise_row, RIGHT)) if drafts else None
         self.host = Host(drafts=drafts, drafter=drafter)
         self.drafts, prompt = drafts, [5, 6, 7]
-        rest = [{} if limits is None else {"limit": limit} for limit in limits or params]
+        rest: list[dict[str, Any]] = [{} if limits is None else {"limit": limit} for limit in limits or params]
         self.slots = np.array([self.host.admit(prompt, p, 1000 + i, **rest[i]) for i, p in enumerate(params)], np.int64)
         self.starts = np.full(len(params), len(prompt))
         self.host.run(*(Chunk(int(slot), 0, len(prompt)) for slot in self.slots))
@@ -104,7 +117,7 @@ class Twins:
     def step(self, which: list[int], caps: list[int], budget: int | None, propose: bool, rows: StepRows) -> int:
         """One step of both, compared -> its tokens."""
         slots = self.slots[which]
-        options = {"caps": caps, "budget": budget, "propose": propose} if self.drafts else {}
+        options: dict[str, Any] = {"caps": caps, "budget": budget, "propose": propose} if self.drafts else {}
         chunks = [Chunk(int(slot), int(start)) for slot, start in zip(slots, self.starts[which], strict=True)]
         expected = self.runner.run(self.host.plan(*chunks, **options))
         order = Round.of(self.runner.sampling.flags[slots], slots, np.array(caps, np.int64), budget, propose)
@@ -124,9 +137,7 @@ class Twins:
         return len(result.token_ids)
 
 
-def _moved(state):
-    from copy import copy
-
+def _moved(state: SamplingState) -> SamplingState:
     moved = copy(state)
     moved.device = DEVICE
     for name in ("temperature", "top_p", "min_p", "top_k", "seed_low", "seed_high"):

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from deepinfer.kernels.triton.philox import TARGET, gumbel_pairs
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
-from deepinfer.kernels.triton.sampling import INFINITY, NO_ID, RowLaws, ordered_key
+from deepinfer.kernels.triton.sampling_rows import INFINITY, NO_ID, RowLaws, ordered_key
 
 MOST_ROWS = 64  # of one tile: a program holds the logits of so many rows
 TILE = 128  # ids of a program
 STEP, STAGES = 64, 4  # of the rank: all of the released model's 256 are on their way at once
 
 
-@triton.jit(do_not_specialize=["rows", "vocab", "pieces", "number", "stride_before"])
+@triton.jit(do_not_specialize=["rows", "pieces", "number", "stride_before"])
 def _piece_kernel(
     before, embed, head, logits, best_keys, best_ids, slots, positions, temperature, seed_low, seed_high,
     number, rows, vocab, pieces, stride_before, stride_row,

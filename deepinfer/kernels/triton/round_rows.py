@@ -63,14 +63,14 @@ def _rows_kernel(
         tl.store(row_starts + row, start, mask=mine)
         tl.store(floors + row, start * 0, mask=mine)
     for begin in range(0, rows, STRIP):
-        row = begin + tl.arange(0, STRIP)
-        nobody = (row >= used) & (row < rows)
+        spare = begin + tl.arange(0, STRIP)
+        nobody = (spare >= used) & (spare < rows)
         nothing = tl.zeros((STRIP,), tl.int64)
-        tl.store(token_ids + row, nothing, mask=nobody)
-        tl.store(positions + row, nothing, mask=nobody)
-        tl.store(slots + row, nothing + null_slot, mask=nobody)
-        tl.store(row_starts + row, nothing, mask=nobody)
-        tl.store(floors + row, nothing, mask=nobody)
+        tl.store(token_ids + spare, nothing, mask=nobody)
+        tl.store(positions + spare, nothing, mask=nobody)
+        tl.store(slots + spare, nothing + null_slot, mask=nobody)
+        tl.store(row_starts + spare, nothing, mask=nobody)
+        tl.store(floors + spare, nothing, mask=nobody)
 
 
 def fill_rows(

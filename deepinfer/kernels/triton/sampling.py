@@ -21,26 +21,20 @@ from torch import Tensor
 
 from deepinfer.kernels.triton.philox import TARGET, gumbel_pairs
 from deepinfer.kernels.triton.runtime import launch
-
-INFINITY = tl.constexpr(float("inf"))
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the smallest float32
-NOT_A_NUMBER = tl.constexpr(2**31 - 1)  # the key of NaN, above that of infinity
-NO_ID = tl.constexpr(2**31 - 1)
-PIECE = 4096  # ids a program looks at: 16 a thread
-WARPS = 8
-
-
-class RowLaws(NamedTuple):
-    """How rows draw: for each, whose parameters hold; for each slot, the parameters."""
-
-    slots: Tensor  # int64 [rows]
-    positions: Tensor  # int64 [rows] of the last known token
-    temperature: Tensor  # float32 [slots], 0 = greedy
-    top_k: Tensor  # int64 [slots], 0 = off
-    top_p: Tensor  # float32 [slots], 1 = off
-    log_min_p: Tensor  # float32 [slots], -inf = off: torch's logarithm, so that borders are the plain path's
-    seed_low: Tensor  # int64 [slots], 32 bits each
-    seed_high: Tensor
+from deepinfer.kernels.triton.sampling_rows import (
+    INFINITY,
+    LOWEST,
+    NO_ID,
+    NOT_A_NUMBER,
+    RowLaws,
+    best_of_pieces,
+    key_value,
+    masked_logits,
+    ordered_key,
+    piece_tiles,
+    tempered,
+)
+from deepinfer.kernels.triton.truncation import draw_truncated
 
 
 class Sampled(NamedTuple):
@@ -49,75 +43,53 @@ class Sampled(NamedTuple):
     valid: Tensor  # bool [rows]; False: no finite largest logit, the token means nothing
 
 
-@triton.jit
-def ordered_key(z):
-    """float32 -> int32 in the same order: -0.0 is 0.0, NaN above all."""
-    bits = (z + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(z != z, NOT_A_NUMBER, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def key_value(key):
-    """The float32 of a key; NaN of NaN's."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def masked_logits(z, ids, inside, masks, mask_row, words):
-    """What a constraint leaves of logits: those that may not follow are -inf. A row of which nothing would be left has
-    the smallest float for what may; it makes no other difference, because nothing else is as small."""
-    if mask_row >= 0:
-        word = tl.load(masks + mask_row * words + (ids >> 5), mask=inside, other=0)
-        allowed = ((word >> (ids & 31)) & 1) != 0
-        z = tl.where(allowed, tl.where(z < LOWEST, LOWEST, z), -INFINITY)
-    return z
-
-
-@triton.jit
-def best_of_pieces(keys, ids, row, pieces, PIECES: tl.constexpr):
-    """Key of a row's largest logit and the lowest id that has it, from its pieces'."""
-    at = tl.arange(0, PIECES)
-    inside = at < pieces
-    key = tl.load(keys + row * pieces + at, mask=inside, other=-NOT_A_NUMBER - 1)
-    best = tl.max(key, axis=0)
-    first = tl.load(ids + row * pieces + at, mask=inside, other=NO_ID)
-    return best, tl.min(tl.where(key == best, first, NO_ID), axis=0)
-
-
-@triton.jit
-def tempered(z, best, temperature):
-    """Measured from the row's best, so that a tiny temperature cannot overflow."""
-    return tl.div_rn(z - best, temperature)
-
-
-@triton.jit(do_not_specialize=["vocab", "pieces", "words"])
+@triton.jit(do_not_specialize=["pieces", "words"])
 def _scan_kernel(
     logits, masks, mask_rows, keys, ids, tops, sums, stride, vocab, pieces, words,
-    MASKED: tl.constexpr, PIECE: tl.constexpr,
+    MASKED: tl.constexpr, STRIP: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
+    """Largest logit, its first id, and the sum of exponentials of a piece. Every lane keeps its own until the end."""
     row, piece = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    at = piece * PIECE + tl.arange(0, PIECE)
-    inside = at < vocab
-    raw = tl.load(logits + row * stride + at, mask=inside, other=-INFINITY)
-    key = ordered_key(raw)
-    best = tl.max(key, axis=0)
-    top = key_value(best)
-    base = tl.where(top == -INFINITY, 0.0, top)
+    lane = piece * PIECE + tl.arange(0, STRIP)
+    own = logits + row * stride
+    top, best = tl.full((STRIP,), -INFINITY, tl.float32), tl.full((STRIP,), -INFINITY, tl.float32)
+    total, odd = tl.zeros((STRIP,), tl.float32), tl.zeros((STRIP,), tl.int32)
+    where = tl.zeros((STRIP,), tl.int32)
+    mask_row = tl.load(mask_rows + row) if MASKED else 0
+    following = tl.load(own + lane, mask=lane < vocab, other=-INFINITY)
+    for strip in range(0, PIECE, STRIP):
+        raw, at = following, lane + strip
+        ahead = at + STRIP
+        following = tl.load(own + ahead, mask=(ahead < vocab) & (strip + STRIP < PIECE), other=-INFINITY)
+        # A NaN is not higher than anything, but the sum is NaN from there on.
+        base = tl.maximum(tl.maximum(top, raw), LOWEST)
+        total = total * tl.exp(top - base) + tl.exp(raw - base)
+        z = raw
+        if MASKED:
+            z = masked_logits(raw, at, at < vocab, masks, mask_row, words)
+            odd = tl.where(z != z, 1, odd)
+        where = tl.where(z > best, strip, where)
+        best = tl.maximum(best, z)
+        top = tl.maximum(top, raw)
+    highest = tl.max(top, axis=0)
+    base = tl.maximum(highest, LOWEST)
+    total_here = tl.sum(total * tl.exp(tl.maximum(top, LOWEST) - base), axis=0)
     out = row * pieces + piece
     tl.store(tops + out, base)
-    tl.store(sums + out, tl.sum(tl.exp(raw - base), axis=0))
+    tl.store(sums + out, total_here)
+    strange = total_here != total_here
     if MASKED:
-        key = ordered_key(masked_logits(raw, at, inside, masks, tl.load(mask_rows + row), words))
-        best = tl.max(key, axis=0)
-    tl.store(keys + out, best)
-    tl.store(ids + out, tl.min(tl.where((key == best) & inside, at, NO_ID), axis=0))
+        strange = tl.max(odd, axis=0) > 0
+        highest = tl.max(best, axis=0)
+    tl.store(keys + out, tl.where(strange, NOT_A_NUMBER, ordered_key(highest)))
+    tl.store(ids + out, tl.min(tl.where(best == highest, lane + where, NO_ID), axis=0))
 
 
-@triton.jit(do_not_specialize=["vocab", "pieces", "words"])
+@triton.jit(do_not_specialize=["pieces", "words"])
 def _noise_kernel(
     logits, masks, mask_rows, slots, positions, temperature, top_k, top_p, log_min_p, seed_low, seed_high,
     keys, ids, scores, winners, stride, vocab, pieces, words,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    MASKED: tl.constexpr, PIECES: tl.constexpr, STRIP: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """The best of logit / temperature + noise of a piece, of rows that keep every token."""
     row, piece = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -129,23 +101,28 @@ def _noise_kernel(
         top = key_value(best)
         position = tl.load(positions + row).to(tl.uint32)
         low, high = tl.load(seed_low + slot).to(tl.uint32), tl.load(seed_high + slot).to(tl.uint32)
-        pairs = piece * (PIECE // 2) + tl.arange(0, PIECE // 2)
-        even, odd = 2 * pairs, 2 * pairs + 1
-        z_even = tl.load(logits + row * stride + even, mask=even < vocab, other=-INFINITY)
-        z_odd = tl.load(logits + row * stride + odd, mask=odd < vocab, other=-INFINITY)
-        if MASKED:
-            mask_row = tl.load(mask_rows + row)
-            z_even = masked_logits(z_even, even, even < vocab, masks, mask_row, words)
-            z_odd = masked_logits(z_odd, odd, odd < vocab, masks, mask_row, words)
-        g_even, g_odd = gumbel_pairs(pairs, position, TARGET, 0, low, high)
-        score = tempered(z_even, top, heat).to(tl.float64) + g_even.to(tl.float64)
-        other = tempered(z_odd, top, heat).to(tl.float64) + g_odd.to(tl.float64)
-        winner = tl.where(other > score, odd, even)
-        score = tl.where(other > score, other, score)
-        highest = tl.max(score, axis=0)
+        mask_row = tl.load(mask_rows + row) if MASKED else 0
+        highest = tl.full((STRIP // 2,), -INFINITY, tl.float64)
+        winner = piece * PIECE + 2 * tl.arange(0, STRIP // 2)
+        for strip in range(0, PIECE, STRIP):
+            pairs = (piece * PIECE + strip) // 2 + tl.arange(0, STRIP // 2)
+            even, odd = 2 * pairs, 2 * pairs + 1
+            z_even = tl.load(logits + row * stride + even, mask=even < vocab, other=-INFINITY)
+            z_odd = tl.load(logits + row * stride + odd, mask=odd < vocab, other=-INFINITY)
+            if MASKED:
+                z_even = masked_logits(z_even, even, even < vocab, masks, mask_row, words)
+                z_odd = masked_logits(z_odd, odd, odd < vocab, masks, mask_row, words)
+            g_even, g_odd = gumbel_pairs(pairs, position, TARGET, 0, low, high)
+            score = tempered(z_even, top, heat).to(tl.float64) + g_even.to(tl.float64)
+            winner = tl.where(score > highest, even, winner)
+            highest = tl.where(score > highest, score, highest)
+            score = tempered(z_odd, top, heat).to(tl.float64) + g_odd.to(tl.float64)
+            winner = tl.where(score > highest, odd, winner)
+            highest = tl.where(score > highest, score, highest)
+        highest_here = tl.max(highest, axis=0)
         out = row * pieces + piece
-        tl.store(scores + out, highest)
-        tl.store(winners + out, tl.min(tl.where(score == highest, winner, NO_ID), axis=0))
+        tl.store(scores + out, highest_here)
+        tl.store(winners + out, tl.min(tl.where(highest == highest_here, winner, NO_ID), axis=0))
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -180,11 +157,6 @@ def _finish_kernel(
     tl.store(valid + row, finite)
 
 
-def piece_size(vocab: int) -> int:
-    """Ids of one program; two or more programs a row, so that small vocabularies have seams, too."""
-    return PIECE if vocab >= 8 * PIECE else max(32, triton.next_power_of_2(max(vocab // 4, 1)))
-
-
 def sample(
     logits: Tensor,
     laws: RowLaws | None = None,
@@ -202,14 +174,13 @@ def sample(
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and logits.dtype == torch.float32
-    piece = piece_size(vocab)
-    pieces = triton.cdiv(vocab, piece)
+    tiles = piece_tiles(vocab)
+    pieces = triton.cdiv(vocab, tiles["PIECE"])
     device, stride = logits.device, logits.stride(0)
     keys, ids = torch.empty(2, rows, pieces, dtype=torch.int32, device=device)
     tops, sums = torch.empty(2, rows, pieces, device=device)
     words = (vocab + 31) // 32
     constraints = (masks, mask_rows) if masks is not None else (keys, keys)
-    tiles = {"PIECE": piece, "num_warps": WARPS if piece == PIECE else 4}
     grid, wide = (pieces, rows), triton.next_power_of_2(pieces)
     launch(
         _scan_kernel, grid, logits, *constraints, keys, ids, tops, sums, stride, vocab, pieces, words,
@@ -232,8 +203,6 @@ def sample(
             MASKED=masks is not None, PIECES=wide, **tiles,
         )  # fmt: skip
     if cut:
-        from deepinfer.kernels.triton.truncation import draw_truncated
-
         assert laws is not None
         chosen = draw_truncated(logits, laws, keys, ids, pieces, masks, mask_rows)
     launch(

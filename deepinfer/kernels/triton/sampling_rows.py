@@ -1,0 +1,89 @@
+"""What the launches of a draw share: how a row draws, its pieces of the vocabulary, and the order of its logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.triton.runtime import INTERPRET
+
+INFINITY = tl.constexpr(float("inf"))
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the smallest float32
+NOT_A_NUMBER = tl.constexpr(2**31 - 1)  # the key of NaN, above that of infinity
+NO_ID = tl.constexpr(2**31 - 1)
+PIECE, STRIP = 16384, 1024  # ids that a program looks at, in all and at once: 8 a thread
+WARPS = 4
+
+
+class RowLaws(NamedTuple):
+    """How rows draw: for each, whose parameters hold; for each slot, the parameters."""
+
+    slots: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows] of the last known token
+    temperature: Tensor  # float32 [slots], 0 = greedy
+    top_k: Tensor  # int64 [slots], 0 = off
+    top_p: Tensor  # float32 [slots], 1 = off
+    log_min_p: Tensor  # float32 [slots], -inf = off: torch's logarithm, so that borders are the plain path's
+    seed_low: Tensor  # int64 [slots], 32 bits each
+    seed_high: Tensor
+
+
+@triton.jit
+def ordered_key(z):
+    """float32 -> int32 in the same order: -0.0 is 0.0, NaN above all."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(z != z, NOT_A_NUMBER, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def key_value(key):
+    """The float32 of a key; NaN of NaN's."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def masked_logits(z, ids, inside, masks, mask_row, words):
+    """What a constraint leaves of logits: those that may not follow are -inf. A row of which nothing would be left has
+    the smallest float for what may; it makes no other difference, because nothing else is as small."""
+    if mask_row >= 0:
+        word = tl.load(masks + mask_row * words + (ids >> 5), mask=inside, other=0)
+        allowed = ((word >> (ids & 31)) & 1) != 0
+        z = tl.where(allowed, tl.where(z < LOWEST, LOWEST, z), -INFINITY)
+    return z
+
+
+@triton.jit
+def best_of_pieces(keys, ids, row, pieces, PIECES: tl.constexpr):
+    """Key of a row's largest logit and the lowest id that has it, from its pieces'."""
+    at = tl.arange(0, PIECES)
+    inside = at < pieces
+    key = tl.load(keys + row * pieces + at, mask=inside, other=-NOT_A_NUMBER - 1)
+    best = tl.max(key, axis=0)
+    first = tl.load(ids + row * pieces + at, mask=inside, other=NO_ID)
+    return best, tl.min(tl.where(key == best, first, NO_ID), axis=0)
+
+
+@triton.jit
+def tempered(z, best, temperature):
+    """(z - best) / temperature: measured from the row's best, a tiny temperature cannot overflow. Rounded as a division
+    all but always (Markstein: product with the reciprocal, and one correction), at a third of its price."""
+    distance = z - best
+    if INTERPRET:
+        quotient = tl.div_rn(distance, temperature)
+    else:
+        inverse = 1 / temperature  # approximate; a subroutine's division would cost registers everywhere
+        inverse = tl.fma(tl.fma(-inverse, temperature, 1.0), inverse, inverse)
+        guess = distance * inverse
+        quotient = tl.fma(tl.fma(-guess, temperature, distance), inverse, guess)
+    return tl.where(distance > -INFINITY, quotient, -INFINITY)
+
+
+def piece_tiles(vocab: int) -> dict[str, int]:
+    """Ids of one program and of one of its steps, from the vocabulary alone; small ones have seams, too."""
+    if vocab >= PIECE:
+        return {"PIECE": PIECE, "STRIP": STRIP, "num_warps": WARPS}
+    piece = max(32, triton.next_power_of_2(max(vocab // 4, 1)))
+    return {"PIECE": piece, "STRIP": max(16, piece // 2), "num_warps": WARPS}
