@@ -55,7 +55,11 @@ def block_rows(slots: int, experts: int, *, exact: bool = False) -> int:
 
 def choose_tile(rows: int, *, exact: bool = False) -> Tile:
     """The tile for blocks of `rows` rows."""
-    return Tile(128, rows, 6 if rows <= 32 else 4, 4)
+    if rows <= 32:
+        return Tile(128, rows, 6, 4)
+    if exact:
+        return Tile(128, rows, 4, 4, halves=rows > 64)  # more than 64 rows of two sums each do not fit the registers
+    return Tile(128, rows, 4, 4, registers=168 if rows == 64 else None)  # 168: three programs a processor
 
 
 @triton.jit
@@ -204,11 +208,11 @@ def _sum_halves(
 
 @triton.jit
 def _finish_up(
-    sums, x_scale, factors, out, weights, limit, slots, tokens, live, place, row, ROWS: tl.constexpr,
+    sums, x_scale, factors, out, weights, limit, slots, tokens, live, place, expert, row, ROWS: tl.constexpr,
     SLOTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of ROWS rows from `row` on -> SwiGLU times the routing weight, bf16, ROWS / 2 channels at sorted places."""
-    sums *= tl.load(factors + row + tl.arange(0, ROWS))[:, None]
+    """Sums of ROWS rows of an expert from `row` on -> SwiGLU times the routing weight, bf16, ROWS / 2 channels."""
+    sums *= tl.load(factors + expert * OUTPUTS + row + tl.arange(0, ROWS))[:, None]
     if not WIDE:
         sums *= tl.load(x_scale + tokens, mask=live, other=0.0)[None, :]
     # Rows alternate by eight: both of a pair are in one thread.
@@ -218,30 +222,31 @@ def _finish_up(
     up = tl.minimum(tl.maximum(up, -limit), limit)
     weight = tl.load(weights + slots, mask=live, other=0.0)
     act = (gate / (1.0 + tl.exp(-gate)) * up).reshape(ROWS // 2, SLOTS) * weight[None, :]
-    channels = row % OUTPUTS // 2 + tl.arange(0, ROWS // 2)
+    channels = row // 2 + tl.arange(0, ROWS // 2)
     where = place.to(tl.int64)[:, None] * (OUTPUTS // 2) + channels[None, :]
     tl.store(out + where, tl.trans(to_type(act, tl.bfloat16)), mask=live[:, None])
 
 
 @triton.jit
 def _finish_down(
-    sums, x_scale, factors, out, live, place, row, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDE: tl.constexpr
+    sums, x_scale, factors, out, live, place, expert, row, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of ROWS rows from `row` on -> bf16 at sorted places."""
-    sums *= tl.load(factors + row + tl.arange(0, ROWS))[:, None]
+    """Sums of ROWS rows of an expert from `row` on -> bf16 at sorted places."""
+    sums *= tl.load(factors + expert * OUTPUTS + row + tl.arange(0, ROWS))[:, None]
     if not WIDE:
         sums *= tl.load(x_scale + place, mask=live, other=0.0)[None, :]
-    where = place.to(tl.int64)[:, None] * OUTPUTS + (row % OUTPUTS + tl.arange(0, ROWS))[None, :]
+    where = place.to(tl.int64)[:, None] * OUTPUTS + (row + tl.arange(0, ROWS))[None, :]
     tl.store(out + where, tl.trans(to_type(sums, tl.bfloat16)), mask=live[:, None])
 
 
 @triton.jit
 def _tile(
-    x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, row, TOPK: tl.constexpr,
+    x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, expert, row, TOPK: tl.constexpr,
     UP: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     EXACT: tl.constexpr, HALVES: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows row .. row + ROWS - 1 of all experts' matrices, one below the other, times up to SLOTS slots."""
+    """Rows row .. row + ROWS - 1 of an expert's matrix times up to SLOTS slots."""
     inside = tl.arange(0, SLOTS)
     live = inside < rows
     place = begin + inside
@@ -251,27 +256,33 @@ def _tile(
     else:
         slots = place
         source = place
-    first = (row // 64).to(tl.int64) * (WIDTH // 128)
+    first = (expert.to(tl.int64) * (OUTPUTS // 64) + row // 64) * (WIDTH // 128)
     if HALVES:
         upper, lower = _sum_halves(x, source, live, codes, scales, first, WIDTH, SLOTS, WIDE, STAGES)
         if UP:
-            _finish_up(upper, x_scale, factors, out, weights, limit, slots, source, live, place, row, 64, SLOTS,
-                       OUTPUTS, WIDE)  # fmt: skip
-            _finish_up(lower, x_scale, factors, out, weights, limit, slots, source, live, place, row + 64, 64, SLOTS,
-                       OUTPUTS, WIDE)  # fmt: skip
+            _finish_up(
+                upper, x_scale, factors, out, weights, limit, slots, source, live, place, expert, row, 64, SLOTS,
+                OUTPUTS, WIDE,
+            )  # fmt: skip
+            _finish_up(
+                lower, x_scale, factors, out, weights, limit, slots, source, live, place, expert, row + 64, 64, SLOTS,
+                OUTPUTS, WIDE,
+            )  # fmt: skip
         else:
-            _finish_down(upper, x_scale, factors, out, live, place, row, 64, OUTPUTS, WIDE)
-            _finish_down(lower, x_scale, factors, out, live, place, row + 64, 64, OUTPUTS, WIDE)
+            _finish_down(upper, x_scale, factors, out, live, place, expert, row, 64, OUTPUTS, WIDE)
+            _finish_down(lower, x_scale, factors, out, live, place, expert, row + 64, 64, OUTPUTS, WIDE)
     else:
         if EXACT:
             sums = _sum(x, source, live, codes, scales, first, WIDTH, ROWS, SLOTS, WIDE, STAGES)
         else:
             sums = _chain(x, source, live, codes, scales, first, WIDTH, ROWS, SLOTS, WIDE, STAGES)
         if UP:
-            _finish_up(sums, x_scale, factors, out, weights, limit, slots, source, live, place, row, ROWS, SLOTS,
-                       OUTPUTS, WIDE)  # fmt: skip
+            _finish_up(
+                sums, x_scale, factors, out, weights, limit, slots, source, live, place, expert, row, ROWS, SLOTS,
+                OUTPUTS, WIDE,
+            )  # fmt: skip
         else:
-            _finish_down(sums, x_scale, factors, out, live, place, row, ROWS, OUTPUTS, WIDE)
+            _finish_down(sums, x_scale, factors, out, live, place, expert, row, ROWS, OUTPUTS, WIDE)
 
 
 @triton.jit
@@ -286,15 +297,19 @@ def _experts_kernel(
     expert = tl.load(block)
     if expert < 0:
         return
-    row = expert * OUTPUTS + tl.program_id(0) % (OUTPUTS // ROWS) * ROWS
+    row = tl.program_id(0) % (OUTPUTS // ROWS) * ROWS
     begin = tl.load(block + 1)
     rows = tl.load(block + 2)
     if SMALLER > 0 and rows <= SMALLER:  # an expert's last rows: a smaller tile wastes less
-        _tile(x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, row, TOPK, UP, WIDTH,
-              OUTPUTS, ROWS, SMALLER, EXACT, False, WIDE, STAGES)  # fmt: skip
+        _tile(
+            x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, expert, row, TOPK, UP, WIDTH,
+            OUTPUTS, ROWS, SMALLER, EXACT, False, WIDE, STAGES,
+        )  # fmt: skip
     else:
-        _tile(x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, row, TOPK, UP, WIDTH,
-              OUTPUTS, ROWS, SLOTS, EXACT, HALVES, WIDE, STAGES)  # fmt: skip
+        _tile(
+            x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, expert, row, TOPK, UP, WIDTH,
+            OUTPUTS, ROWS, SLOTS, EXACT, HALVES, WIDE, STAGES,
+        )  # fmt: skip
 
 
 def experts_up(

@@ -33,11 +33,11 @@ def routed_experts(
     are left out) added by rising number, then `shared` bf16 [T, D].
 
     total_experts: of the whole layer, where the bank holds a part of them; it only chooses tiles. exact: sums over K
-    are promoted for any number of rows, and a row's bits do not depend on the batch; otherwise only up to 64 rows an
-    expert. wide: activations stay bf16 (W4A16), which is more exact than the release.
+    are exact for any number of rows, and a row's bits do not depend on the batch; otherwise only up to 24 rows an
+    expert on average. wide: activations stay bf16 (W4A16), which is more exact than the release.
     """
     rows = block_rows(ids.numel(), bank.experts if total_experts is None else total_experts, exact=exact)
-    exact = exact or rows < 128  # there the additions are free
+    exact = exact or rows < 64  # there the additions are free
     if wide:
         plan = plan_experts(ids, bank.experts, rows, bank.first)
         act = experts_up(x, plan, weights, bank.up, limit, exact=exact)
