@@ -119,7 +119,8 @@ def test_the_verdict_is_that_of_the_coupled_rule_and_is_booked() -> None:
     columns: Any = starts.to(DEVICE, copy=True), torch.full((null_slot + 1,), k, device=DEVICE)
     report = Report.of(poisoned(chunks, 3 + 3 * k + 2, dtype=torch.int32), k)
     given: Any = (each.to(DEVICE) for each in (inputs, drawn, logprobs, valid, slots, bounds))
-    anchors = settle_coupled(*given, *columns, tokens=tokens, report=report, null_slot=null_slot)
+    booked: Any = tokens, report, null_slot
+    anchors = settle_coupled(*given, *columns, *booked)
     counts = expected.accepted + 1
     assert report.counts[live].tolist() == counts.tolist() and report.counts[7] == report.counts[39] == 0
     assert report.verified[live].tolist() == lengths[live].tolist()
@@ -160,8 +161,8 @@ def test_rows_of_a_round_stand_where_the_columns_say(budget: int) -> None:
     for buffer in (rows.token_ids, rows.positions, rows.slots, rows.row_starts, rows.floors, rows.chunk_rows):
         buffer.fill_(-77)
     order = torch.cat((torch.tensor([budget]), slots, caps)).to(DEVICE)
-    columns: Any = (each.to(DEVICE) for each in (lengths, there, limits, survivals, tokens))
-    fill_rows(rows, order, *columns, longest=longest)
+    columns: Any = [each.to(DEVICE) for each in (lengths, there, limits, survivals, tokens)] + [longest]
+    fill_rows(rows, order, *columns)
     assert rows.chunk_slots.tolist() == slots.tolist()
     assert rows.chunk_rows.tolist() == [0, *counts.cumsum(0).tolist()]
     used = int(counts.sum())
