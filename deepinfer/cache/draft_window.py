@@ -44,3 +44,18 @@ class DraftWindow:
     def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Show the block's entries kv [R * block, D] of a draft layer to its attention -> the pool, `indices`."""
         return self._rings.stage(layer, kv), self.indices
+
+
+class PaddedDraftWindow:
+    """The same for slots and lengths that only the device knows, int64 [R] both; the null slot's block sees itself."""
+
+    def __init__(self, rings: WindowRings, slots: Tensor, lengths: Tensor, block: int, rounds: Rounding) -> None:
+        self.rounds, self._rings, device = rounds, rings, slots.device
+        wanted = (lengths - rings.window).clamp_min(0)[:, None] + torch.arange(rings.window, device=device)  # [R, W]
+        context = torch.where(wanted < lengths[:, None], slots[:, None] * rings.ring + wanted % rings.ring, -1)
+        own = rings.staging + torch.arange(len(slots) * block, device=device).view(-1, block)  # [R, block]
+        self.positions = (lengths[:, None] + torch.arange(block, device=device)).flatten()
+        self.indices = torch.cat((context, own), 1).repeat_interleave(block, dim=0)
+
+    def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rings.stage(layer, kv), self.indices

@@ -158,7 +158,7 @@ def build_core(
         drafts=config.drafts,
         kv_format=config.kv_format,
         window_entries=config.window_entries,
-        padded_rows=max(config.graph_rows, config.max_num_batched_tokens) if config.graph_rows else 0,
+        padded_rows=_staged_rows(model.config, config) if config.graph_rows else 0,
     )
     per_block = block_bytes(model.config, config.kv_format)
     manager = CacheManager.for_model(
@@ -187,6 +187,19 @@ def build_core(
         threads=partial(step_threads, model.device, model.numerics.dtype),
         filler=filler,
     )
+    if config.graph_rows and select.gpu_twins(model.device, model.numerics.dtype):
+        from deepinfer.engine.rounds import Rounds
+
+        runner.rounds = Rounds(
+            forward,
+            storage,
+            runner.sampling,
+            runner.tokens,
+            max_model_len=config.max_model_len,
+            draft_model=model.draft if config.drafts else None,
+            drafts=config.drafts,
+            calibration=drafting and drafting.calibration,
+        )
     return EngineCore(
         runner,
         manager,
@@ -201,6 +214,12 @@ def build_core(
         grammars=grammars,
         clock=clock,
     )
+
+
+def _staged_rows(model: ModelConfig, config: EngineConfig) -> int:
+    """Rows that a step may stage: of prompts, of a padded step, or of the blocks of a draft pass."""
+    blocks = config.max_num_seqs * model.dspark_block_size if config.drafts else 0
+    return max(config.graph_rows, config.max_num_batched_tokens, blocks)
 
 
 def _used_memory(device: torch.device) -> int:

@@ -61,21 +61,28 @@ class PaddedStep:
         storage = self._storage
         self._model.tables.check()
         begin_rows(storage, batch, self.rows)
-        if self._graph is None:
-            self._recalled = self._recall()
-            logits = self._pass()
-        else:
-            if storage.windows.pool is not self._pool:
-                raise RuntimeError("the window records have moved since the graphs were captured")
-            if self._recalled is not None:
-                for layer, rows in (self._recall() or {}).items():
-                    for kept, value in zip(self._recalled[layer], rows, strict=True):  # codes and scales
-                        kept.copy_(value)
-            self._graph.replay()
-            assert self._logits is not None
-            logits = self._logits
+        logits = self.play()
         commit_rows(storage, batch)
         return logits[: batch.num_rows]
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def play(self) -> Tensor:
+        """The pass over what is in `rows` -> logits float32 [size, vocab]."""
+        if self._graph is None:
+            self._recalled = self._recall()
+            return self._pass()
+        if self._storage.windows.pool is not self._pool:
+            raise RuntimeError("the window records have moved since the graphs were captured")
+        if self._recalled is not None:
+            for layer, rows in (self._recall() or {}).items():
+                for kept, value in zip(self._recalled[layer], rows, strict=True):  # codes and scales
+                    kept.copy_(value)
+        self._graph.replay()
+        assert self._logits is not None
+        return self._logits
 
     def _view(self) -> GraphView:
         return GraphView(self._storage, self.rows, self._longest)
@@ -97,6 +104,7 @@ class GraphedModel:
     def __init__(self, model: DeepseekV41, storage: CacheStorage, *, rows: int, longest: int) -> None:
         self.device = model.device
         self._model, self._storage = model, storage
+        self.memory_pool: Any = None  # of all graphs, once they are captured
         self._steps = [PaddedStep(model, storage, size, longest) for size in sizes_for(rows)]
 
     @property
@@ -108,11 +116,11 @@ class GraphedModel:
         """Record all graphs, the largest first, so that the smaller ones fit into the memory that it left -> bytes that
         they took. RuntimeError naming what to lower where memory does not suffice. Nothing may be in the cache."""
         before, _ = torch.cuda.mem_get_info(self.device)
-        memory_pool = torch.cuda.graph_pool_handle()
+        self.memory_pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode(), tqdm(self._steps, desc="Capturing graphs", disable=not progress) as bar:
             for step in bar:
                 try:
-                    step.capture(memory_pool)
+                    step.capture(self.memory_pool)
                 except torch.cuda.OutOfMemoryError as error:
                     raise RuntimeError(
                         f"out of memory while the graph for {step.rows.rows} rows was captured: lower "
@@ -120,6 +128,11 @@ class GraphedModel:
                     ) from error
         after, _ = torch.cuda.mem_get_info(self.device)
         return before - after
+
+    def step_for(self, rows: int, chunks: int) -> PaddedStep | None:
+        """The smallest padded step with as many rows and chunks."""
+        fitting = [step for step in self._steps if rows <= step.rows.rows and chunks <= step.rows.chunks]
+        return fitting[-1] if fitting else None
 
     def forward(self, batch: Batch, storage: CacheStorage) -> Tensor:
         """Logits float32 of the step's rows that ask for them, as `DeepseekV41.forward`, good until the next step."""

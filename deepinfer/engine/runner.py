@@ -12,14 +12,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepinfer.cache.edits import Edit
+from deepinfer.cache.edits import CopySlot, Edit, OpenSlot, Restore, SetLength
 from deepinfer.config import VERIFY_ROWS
 from deepinfer.engine.plan import Admission, StepPlan, StepResult
 from deepinfer.engine.prompt_logprobs import score_prompts
@@ -31,6 +31,9 @@ from deepinfer.model.batch import Batch
 from deepinfer.speculation.calibration import Calibration
 from deepinfer.speculation.constraint import MaskFiller, Masks
 from deepinfer.speculation.propose import Drafter
+
+if TYPE_CHECKING:
+    from deepinfer.engine.rounds import Rounds
 
 Whole = npt.NDArray[np.int64]
 
@@ -128,6 +131,7 @@ class ModelRunner(Runner):
                 max_model_len=max_model_len,
                 calibration=calibration,
             )
+        self.rounds: Rounds | None = None  # set by whoever has padded steps (build.py)
         self._max_model_len = max_model_len
         self._threads, self._clock = threads, clock
 
@@ -146,7 +150,9 @@ class ModelRunner(Runner):
         self._check(plan, positions)
         self.storage.apply(plan.edits)
         self._admit(plan.admissions)
-        if plan.slots.size:
+        if (result := self._round(plan)) is not None:
+            result.prepare_seconds = 0.0
+        elif plan.slots.size:
             chunks = self._chunks(plan)
             batch = self._batch(plan, chunks)
             asked = self._ask_constraints(plan, chunks)
@@ -172,6 +178,21 @@ class ModelRunner(Runner):
             result = _no_draws()
         result.device_seconds = self._clock() - begin
         return result
+
+    def _round(self, plan: StepPlan) -> StepResult | None:
+        """The plan as a round of the device, None where it is none."""
+        if self.rounds is None:
+            return None
+        moved = [order.slot for order in plan.edits if isinstance(order, OpenSlot | SetLength | Restore)]
+        copied = [order.target for order in plan.edits if isinstance(order, CopySlot)]
+        self.rounds.leave([*moved, *copied, *(admission.slot for admission in plan.admissions)])
+        found = self.rounds.step_of(plan)
+        if found is None:
+            self.rounds.leave(np.concatenate((plan.slots, plan.draw_slots)))
+            return None
+        if self.speculator is not None:
+            self.speculator.forget(plan.slots)
+        return self.rounds.run(*found)
 
     # -- before the forward pass ----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from deepinfer.kernels.triton import (
     hyper,
     index_keys,
     indexer,
+    markov,
     norm,
     paging,
     records,
@@ -46,6 +47,7 @@ commit_windows = paging.commit_window
 insert_compressed, insert_key_pages = records.insert_compressed, index_keys.insert_keys
 put_key_rows, pack_keys = index_keys.put_key_rows, index_keys.pack_keys
 hyper_expand, hyper_collapse, hyper_collapse_norm = hyper.hyper_expand, hyper.hyper_collapse, hyper.hyper_collapse_norm
+markov_chain = markov.markov_chain
 engram_inject, compress_pairs = engram.engram_inject, compressor.compress_pairs
 rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
 serves_attention, sparse_attention = attention.serves, attention.sparse_attention

@@ -25,14 +25,14 @@ def project(x: Tensor, weight: Weight, *, rounded: bool) -> Tensor:
     if x.dim() == 2 and gpu_fast(x):
         if rounded and isinstance(weight, FoldedWeight):
             return gpu().linear_folded(x, weight)
-        if not rounded and _is_bfloat16(weight):
+        if not rounded and is_bfloat16(weight):
             return F.linear(x, weight.values)  # the sum in float32, rounded once
     return (quantized_linear if rounded else linear)(x, weight.dense())
 
 
 def project_wide(x: Tensor, weight: Weight) -> Tensor:
     """x [N, K], not rounded, times weight [M, K]^T in float32 whatever x is -> float32 [N, M]."""
-    if gpu_fast(x) and _is_bfloat16(weight):
+    if gpu_fast(x) and is_bfloat16(weight):
         return gpu().linear_wide(x, weight.values)
     return project(x.float(), weight, rounded=False)
 
@@ -49,7 +49,7 @@ def project_memory(memory: Any, weight: Weight) -> Tensor:
     return gpu().linear_rows(memory, weight)
 
 
-def _is_bfloat16(weight: Weight) -> TypeGuard[DenseWeight]:
+def is_bfloat16(weight: Weight) -> TypeGuard[DenseWeight]:
     return isinstance(weight, DenseWeight) and weight.values.dtype == torch.bfloat16
 
 

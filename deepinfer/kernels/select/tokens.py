@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.reference import markov, masks
-from deepinfer.kernels.select.backends import cpu_twins
+from deepinfer.kernels.select.backends import cpu_twins, gpu, gpu_twins
+from deepinfer.kernels.select.projections import is_bfloat16
 from deepinfer.kernels.weights import PackedWeight, Weight
 
 
-def markov_chain(anchors: Tensor, embed: Tensor, head: Weight, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Greedy drafts: anchors int64 [R], embed [V, rank], head [V, rank], logits float32 [R, k, V] without what the
-    token before adds -> int64 [R, k], and the embeddings of the tokens before them, float32 [R, k, rank]."""
+def markov_chain(
+    anchors: Tensor, embed: Tensor, head: Weight, logits: Tensor, laws: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Drafts: anchors int64 [R], embed [V, rank], head [V, rank], logits float32 [R, k, V] without what the token
+    before adds -> int64 [R, k], and the embeddings of the tokens before them, float32 [R, k, rank].
+
+    Greedy ones, or on a GPU by `laws` (`triton.sampling_rows.RowLaws`); elsewhere those are not looked at."""
     if isinstance(head, PackedWeight) and embed.dtype == torch.bfloat16 and cpu_twins(logits.device, logits.dtype):
         return cpu.markov_chain(anchors, embed, head.packed, logits)
+    if is_bfloat16(head) and embed.dtype == torch.bfloat16 and gpu_twins(logits.device, torch.bfloat16):
+        return gpu().markov_chain(anchors, embed, head.values, logits, laws)
     return markov.markov_chain(anchors, embed, head.dense(), logits)
 
 

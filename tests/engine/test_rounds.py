@@ -1,0 +1,98 @@
+"""Decode steps as rounds of the device, under the whole engine: the runner's tokens, drafts and cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from integrity import assert_all_free
+from real_engine import finish
+
+pytest.importorskip("triton")
+
+from deepinfer.cache.draft_window import DraftWindow, PaddedDraftWindow
+from deepinfer.cache.formats import KVFormat
+from deepinfer.cache.records import WindowRings
+from deepinfer.config import EngineConfig
+from deepinfer.engine import build
+from deepinfer.engine.engine import Engine
+from deepinfer.engine.graphs import GraphedModel
+from deepinfer.engine.rounds import Rounds
+from deepinfer.engine.runner import ModelRunner
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.model import load_model
+from deepinfer.model.presets import tiny
+from deepinfer.model.state import Rounding
+
+CONFIG = EngineConfig(
+    max_model_len=300, max_num_seqs=3, max_num_batched_tokens=96, num_blocks=9, drafts=2, graph_rows=9, seed=0
+)
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=9),
+    SamplingParams(temperature=0, max_tokens=5),
+    SamplingParams(temperature=0, max_tokens=7, repetition_penalty=1.3),  # no round serves it
+    SamplingParams(temperature=0, max_tokens=8),
+]
+
+
+@pytest.fixture(scope="module")
+def model(draft_checkpoint: Path):
+    return load_model(draft_checkpoint, drafts=True)
+
+
+def outputs(checkpoint: Path, model, config: EngineConfig, patch: pytest.MonkeyPatch, rounds: bool):
+    """Tokens of the prompts, and how many plans ran as rounds."""
+    made, ran = [], []
+    patch.setattr(build, "ModelRunner", lambda *a, **rest: made.append(ModelRunner(*a, **rest)) or made[-1])
+    core = build.build_core(checkpoint, model, config)
+    (runner,) = made
+    assert isinstance(runner.model, GraphedModel)
+    if rounds:
+        runner.rounds = Rounds(
+            runner.model,
+            runner.storage,
+            runner.sampling,
+            runner.tokens,
+            max_model_len=config.max_model_len,
+            draft_model=model.draft if config.drafts else None,
+            drafts=config.drafts,
+        )
+        run = runner.rounds.run
+        patch.setattr(runner.rounds, "run", lambda *found: ran.append(len(found[1].slots)) or run(*found))
+    engine = Engine(core)
+    draw = torch.Generator().manual_seed(5)
+    for number, params in enumerate(PARAMS):
+        prompt = torch.randint(3, 400, (20 + 37 * number,), generator=draw).tolist()
+        engine.add_request(f"{number}", prompt, params)
+    finish(engine)
+    said = [engine.pop_output(f"{number}").outputs[0] for number in range(len(PARAMS))]
+    engine.close()
+    assert_all_free(engine.cache)
+    return [(one.token_id, one.token_logprobs) for one in said], ran
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_tokens_are_those_of_the_runners_own_path(draft_checkpoint, model, monkeypatch, drafts, overlap):
+    """Greedy ones; sequences join, leave, and mix with one that no round serves."""
+    config = dataclasses.replace(CONFIG, drafts=drafts, overlap=overlap)
+    plain, none = outputs(draft_checkpoint, model, config, monkeypatch, rounds=False)
+    got, ran = outputs(draft_checkpoint, model, config, monkeypatch, rounds=True)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in plain]
+    for (_, own), (_, theirs) in zip(got, plain, strict=True):
+        assert own == pytest.approx(theirs, abs=1e-4)
+    assert none == []
+    assert len(ran) >= 3
+
+
+def test_padded_draft_windows_show_what_planned_ones_show() -> None:
+    """Shorter and longer than the window, whose ring is longer than it."""
+    config = tiny()
+    rings = WindowRings(config, 5, KVFormat.named("float32"), torch.device("cpu"), drafts=3)
+    slots, lengths = torch.tensor([2, 0, 3, 1]), torch.tensor([0, 7, 16, 41])
+    planned = DraftWindow(rings, slots.numpy(), lengths.numpy(), 3, Rounding())
+    padded = PaddedDraftWindow(rings, slots, lengths, 3, Rounding())
+    assert torch.equal(padded.positions, planned.positions)
+    assert torch.equal(padded.indices, planned.indices)
