@@ -21,24 +21,29 @@ from deepinfer.model.batch import Batch
 if TYPE_CHECKING:
     from deepinfer.model.backbone import DeepseekV41, Memories
 
-# Few rows cost what their experts' weights cost, and rows of padding all ask the same experts: sizes that are a half
-# apart lose little.
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MOST_ROWS = SIZES[-1]  # beyond, a step is long enough to hide its launches
+# Sequences. Few rows cost what their experts' weights cost, and rows of padding all ask the same experts: counts that
+# are a half apart lose little.
+COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+MOST_ROWS = COUNTS[-1]  # beyond, a step is long enough to hide its launches
 
 
-def sizes_for(rows: int) -> list[int]:
-    """Sizes of the graphs for steps of up to `rows` rows, the largest first."""
-    rows = min(rows, MOST_ROWS)
-    return [rows, *(size for size in reversed(SIZES) if size < rows)] if rows else []
+def sizes_for(rows: int, sequences: int, drafts: int) -> list[tuple[int, int]]:
+    """Rows and chunks of the padded steps, the largest first: for so many sequences, or fewer, a row each, and where
+    drafts are verified as many rows each as there may be; none has more than `rows` rows."""
+    counts = [count for count in COUNTS if count < sequences] + [sequences]
+    sizes = {(count * each, count) for count in counts for each in {1, 1 + drafts} if count * each <= rows}
+    return sorted(sizes, reverse=True)
 
 
 class PaddedStep:
     """The pass over up to `size` rows of a model and a cache, and its graph once it is captured."""
 
-    def __init__(self, model: DeepseekV41, storage: CacheStorage, size: int, longest: int) -> None:
-        """longest: tokens that a sequence may have, drafts included."""
-        self.rows = StepRows(size, min(size, storage.max_num_seqs), storage.null_slot, storage.device)
+    def __init__(
+        self, model: DeepseekV41, storage: CacheStorage, size: int, longest: int, chunks: int | None = None
+    ) -> None:
+        """longest: tokens that a sequence may have, drafts included. chunks None: as many as there can be."""
+        chunks = min(size, storage.max_num_seqs) if chunks is None else chunks
+        self.rows = StepRows(size, chunks, storage.null_slot, storage.device)
         self._model, self._storage, self._longest = model, storage, longest
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
@@ -105,7 +110,8 @@ class GraphedModel:
         self.device = model.device
         self._model, self._storage = model, storage
         self.memory_pool: Any = None  # of all graphs, once they are captured
-        self._steps = [PaddedStep(model, storage, size, longest) for size in sizes_for(rows)]
+        sizes = sizes_for(rows, storage.max_num_seqs, storage.drafts)
+        self._steps = [PaddedStep(model, storage, size, longest, chunks) for size, chunks in sizes]
 
     @property
     def sizes(self) -> Sequence[int]:

@@ -70,13 +70,17 @@ def test_tokens_and_logprobs_are_those_of_steps_without_padding(draft_checkpoint
         draft_checkpoint, model, dataclasses.replace(CONFIG, graph_rows=12, overlap=True), monkeypatch
     )
     assert got == plain
-    assert {1, 2, 4, 8, 12} >= set(padded) and len(set(padded)) > 2
+    assert {1, 2, 4, 8, 12} >= set(padded)
+    assert len(set(padded)) > 2
 
 
-def test_sizes_end_at_the_largest_step_and_half_apart_at_most():
-    assert sizes_for(0) == []
-    assert sizes_for(6) == [6, 4, 2, 1]
-    assert sizes_for(384)[0] == 384
-    assert sizes_for(5000)[0] == MOST_ROWS
-    sizes = sizes_for(384)
-    assert all(large <= 2 * small for large, small in itertools.pairwise(sizes))
+def test_sizes_hold_a_row_of_every_sequence_and_all_drafts_of_it():
+    assert sizes_for(0, 4, 5) == []
+    assert sizes_for(24, 4, 5) == [(24, 4), (12, 2), (6, 1), (4, 4), (2, 2), (1, 1)]
+    assert sizes_for(20, 4, 5) == [(12, 2), (6, 1), (4, 4), (2, 2), (1, 1)]
+    assert sizes_for(3, 3, 0) == [(3, 3), (2, 2), (1, 1)]
+    sizes = sizes_for(MOST_ROWS, 100, 5)
+    assert sizes[0] == (384, 64)
+    for each in (1, 6):
+        counts = [chunks for rows, chunks in sizes if rows == each * chunks]
+        assert all(large <= 2 * small for large, small in itertools.pairwise(counts))
