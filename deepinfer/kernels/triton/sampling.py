@@ -32,6 +32,7 @@ from deepinfer.kernels.triton.sampling_rows import (
     masked_logits,
     ordered_key,
     piece_tiles,
+    quick_exp,
     tempered,
 )
 from deepinfer.kernels.triton.truncation import draw_truncated
@@ -56,14 +57,12 @@ def _scan_kernel(
     total, odd = tl.zeros((STRIP,), tl.float32), tl.zeros((STRIP,), tl.int32)
     where = tl.zeros((STRIP,), tl.int32)
     mask_row = tl.load(mask_rows + row) if MASKED else 0
-    following = tl.load(own + lane, mask=lane < vocab, other=-INFINITY)
     for strip in range(0, PIECE, STRIP):
-        raw, at = following, lane + strip
-        ahead = at + STRIP
-        following = tl.load(own + ahead, mask=(ahead < vocab) & (strip + STRIP < PIECE), other=-INFINITY)
+        at = lane + strip
+        raw = tl.load(own + at, mask=at < vocab, other=-INFINITY)
         # A NaN is not higher than anything, but the sum is NaN from there on.
         base = tl.maximum(tl.maximum(top, raw), LOWEST)
-        total = total * tl.exp(top - base) + tl.exp(raw - base)
+        total = total * quick_exp(top - base) + quick_exp(raw - base)
         z = raw
         if MASKED:
             z = masked_logits(raw, at, at < vocab, masks, mask_row, words)
@@ -73,7 +72,7 @@ def _scan_kernel(
         top = tl.where(raw > top, raw, top)
     highest = tl.max(top, axis=0)
     base = tl.maximum(highest, LOWEST)
-    total_here = tl.sum(total * tl.exp(tl.maximum(top, LOWEST) - base), axis=0)
+    total_here = tl.sum(total * quick_exp(tl.maximum(top, LOWEST) - base), axis=0)
     out = row * pieces + piece
     tl.store(tops + out, base)
     tl.store(sums + out, total_here)

@@ -5,10 +5,11 @@ largest id say it all. Three launches:
 
 levels   counts tokens, or sums their exponentials, above LEVELS logits below the row's best: which of them is surely
          below the border;
-collect  lists the tokens above that one, a few thousand of a peaked row, and sums exactly what top_p calls 1;
+collect  lists the tokens above that one, a few thousand of a peaked row, and sums the others for top_p;
 cut      one program a row: the border by bisection over the list, then the best of logit / temperature + noise.
 
-Sums are whole numbers of 2^-45, so they do not depend on the order of a list; exponentials are right to 1e-11.
+Sums over a list are whole numbers of 2^-45, so they do not depend on its order; exponentials there are right to 1e-11.
+Those of the tokens outside are float32 (1e-7), at most 1 - top_p of the whole.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from deepinfer.kernels.triton.sampling_rows import (
     key_value,
     masked_logits,
     piece_tiles,
+    quick_exp,
     tempered,
 )
-from deepinfer.kernels.triton.truncation_cut import ONE, cut_kernel, exp_double, row_law
+from deepinfer.kernels.triton.truncation_cut import cut_kernel, row_law
 
 LEVELS = 8  # the last one is the sum of all
 CAPACITY = 16384  # of a row's list; a row with more is read from its logits again and again: right, and slow
@@ -71,7 +73,7 @@ def _levels_kernel(
             if MASKED:
                 z = masked_logits(z, at, at < vocab, masks, mask_row, words)
             t = (z - top) * colder
-            weight = tl.where(t >= least, tl.where(k < vocab, 1.0, tl.exp(t)), 0.0)
+            weight = tl.where(t >= least, tl.where(k < vocab, 1.0, quick_exp(t)), 0.0)
             total += tl.where(t >= bound, weight, 0.0)
         out = (row * pieces + piece) * LEVELS + tl.arange(0, LEVELS)
         tl.store(levels + out, tl.sum(total, axis=1))
@@ -80,7 +82,7 @@ def _levels_kernel(
 @triton.jit(do_not_specialize=["pieces", "words"])
 def _collect_kernel(
     logits, masks, mask_rows, slots, temperature, top_k, top_p, log_min_p, keys, ids, levels,
-    counts, listed_t, listed_ids, wholes, stride, vocab, pieces, words,
+    counts, listed_t, listed_ids, tails, stride, vocab, pieces, words,
     MASKED: tl.constexpr, PIECES: tl.constexpr, LEVELS: tl.constexpr, CAPACITY: tl.constexpr, STRIP: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -104,23 +106,24 @@ def _collect_kernel(
             lowest = tl.maximum(lowest, border)
         weighed = (k == vocab) & (p < 1)
         mask_row = tl.load(mask_rows + row) if MASKED else 0
-        mass = tl.zeros((STRIP,), tl.int64)
+        tail = tl.zeros((STRIP,), tl.float32)
         for strip in range(0, PIECE, STRIP):
             at = piece * PIECE + strip + tl.arange(0, STRIP)
             z = tl.load(logits + row * stride + at, mask=at < vocab, other=-INFINITY)
             if MASKED:
                 z = masked_logits(z, at, at < vocab, masks, mask_row, words)
             t = tempered(z, top, heat)
+            is_taken = (t >= lowest) & (t > -INFINITY)
             if weighed:
-                mass += tl.where((t >= least) & (t > -INFINITY), exp_double(t) * ONE, 0.0).to(tl.int64)
-            taken = ((t >= lowest) & (t > -INFINITY)).to(tl.int32)
+                tail += tl.where((t >= least) & (t < lowest), quick_exp(t), 0.0)
+            taken = is_taken.to(tl.int32)
             number = tl.sum(taken, axis=0)
             if number > 0:
                 place = tl.atomic_add(counts + row, number) + tl.cumsum(taken, axis=0) - 1
                 held = (taken == 1) & (place < CAPACITY)
                 tl.store(listed_t + row * CAPACITY + place, t, mask=held)
                 tl.store(listed_ids + row * CAPACITY + place, at, mask=held)
-        tl.store(wholes + row * pieces + piece, tl.sum(mass, axis=0))
+        tl.store(tails + row * pieces + piece, tl.sum(tail, axis=0))
 
 
 def draw_truncated(
@@ -141,7 +144,7 @@ def draw_truncated(
     levels = torch.empty(rows, pieces, LEVELS, device=device)
     listed_t = torch.empty(rows, capacity, device=device)
     listed_ids = torch.empty(rows, capacity, dtype=torch.int32, device=device)
-    wholes = torch.empty(rows, pieces, dtype=torch.int64, device=device)
+    tails = torch.empty(rows, pieces, device=device)
     chosen = torch.empty(rows, dtype=torch.int32, device=device)
     constraints = (masks, mask_rows) if masks is not None else (keys, keys)
     parameters = (laws.temperature, laws.top_k, laws.top_p, laws.log_min_p)
@@ -153,11 +156,11 @@ def draw_truncated(
     )  # fmt: skip
     launch(
         _collect_kernel, grid, logits, *constraints, laws.slots, *parameters, keys, ids, levels, counts, listed_t,
-        listed_ids, wholes, *tail, **common, **tiles, LEVELS=LEVELS, CAPACITY=capacity,
+        listed_ids, tails, *tail, **common, **tiles, LEVELS=LEVELS, CAPACITY=capacity,
     )  # fmt: skip
     launch(
         cut_kernel, (rows,), logits, *constraints, laws.slots, laws.positions, *parameters, laws.seed_low,
-        laws.seed_high, keys, ids, counts, listed_t, listed_ids, wholes, chosen, *tail, **common, CAPACITY=capacity,
+        laws.seed_high, keys, ids, counts, listed_t, listed_ids, tails, chosen, *tail, **common, CAPACITY=capacity,
         STRIP=min(capacity, CUT_STRIP), num_warps=CUT_WARPS,
     )  # fmt: skip
     return chosen

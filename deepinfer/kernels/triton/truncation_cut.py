@@ -96,7 +96,7 @@ def _above(
 @triton.jit(do_not_specialize=["pieces", "words"])
 def cut_kernel(
     logits, masks, mask_rows, slots, positions, temperature, top_k, top_p, log_min_p, seed_low, seed_high, keys, ids,
-    counts, listed_t, listed_ids, wholes, chosen, stride, vocab, pieces, words,
+    counts, listed_t, listed_ids, tails, chosen, stride, vocab, pieces, words,
     MASKED: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -109,19 +109,24 @@ def cut_kernel(
         count = tl.where(listed, count, vocab)
         mask_row = tl.load(mask_rows + row) if MASKED else 0
         logits_row, own_t, own_ids = logits + row * stride, listed_t + row * CAPACITY, listed_ids + row * CAPACITY
-        lowest_key = tl.zeros((STRIP,), tl.int32)
+        weighed = (k == vocab) & (p < 1)
+        lowest_key, mass = tl.zeros((STRIP,), tl.int32), tl.zeros((STRIP,), tl.int64)
         for first in range(0, count, STRIP):
             t, _ids, is_one = _candidates(
                 first, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat, least, MASKED,
                 STRIP,
             )  # fmt: skip
             lowest_key = tl.minimum(lowest_key, tl.where(is_one, ordered_key(t), 0))
+            if weighed:
+                mass += tl.where(is_one, exp_double(t) * ONE, 0.0).to(tl.int64)
         lowest = tl.min(lowest_key, axis=0)
+        # Of everything better than a token: fewer than k, and less than `most`, which is top_p of the candidates and,
+        # where there is a list, of what is not on it.
         at = tl.arange(0, PIECES)
-        part = tl.load(wholes + row * pieces + at, mask=at < pieces, other=0)
-        # Of everything better than a token: fewer than k, and less than `most`.
+        tail = tl.sum(tl.load(tails + row * pieces + at, mask=at < pieces, other=0.0).to(tl.float64), axis=0)
+        whole = tl.sum(mass, axis=0).to(tl.float64) + tl.where(listed, tail * ONE, 0.0)
         endless = tl.full((), INFINITY, tl.float64)
-        most = tl.where(p < 1, p.to(tl.float64) * tl.sum(part, axis=0).to(tl.float64), endless)
+        most = tl.where(p < 1, p.to(tl.float64) * whole, endless)
         # Where both cut, what top_p calls 1 is known once top_k's border is.
         phase = tl.where(k < vocab, tl.where(p < 1, 0, 1), tl.where(p < 1, 1, 2))
         border, last_id = lowest - 1, tl.full((), NO_ID, tl.int32)
@@ -132,14 +137,14 @@ def cut_kernel(
             low, border = lowest - 1, tl.zeros((), tl.int32)
             while low < border:
                 middle = low + ((border - low) >> 1)
-                above, mass = _above(
+                above, weight = _above(
                     middle, weighed, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat,
                     least, MASKED, STRIP,
                 )  # fmt: skip
-                passes = (above < k) & (mass.to(tl.float64) < bound)
+                passes = (above < k) & (weight.to(tl.float64) < bound)
                 low = tl.where(passes, low, middle + 1)
                 border = tl.where(passes, middle, border)
-            above, mass = _above(
+            above, weight = _above(
                 border, p < 1, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat, least,
                 MASKED, STRIP,
             )  # fmt: skip
@@ -153,11 +158,11 @@ def cut_kernel(
             low, kept = tl.full((), 1, tl.int32), tl.minimum(k - above, ties)
             while low < kept:
                 middle = (low + kept) >> 1
-                reached = (mass + middle.to(tl.int64) * own).to(tl.float64) >= bound
+                reached = (weight + middle.to(tl.int64) * own).to(tl.float64) >= bound
                 low = tl.where(reached, low, middle + 1)
                 kept = tl.where(reached, middle, kept)
             if phase == 0:
-                most = p.to(tl.float64) * (mass + kept.to(tl.int64) * own).to(tl.float64)
+                most = p.to(tl.float64) * (weight + kept.to(tl.int64) * own).to(tl.float64)
             elif kept < ties:  # the lowest ids of the equal ones: the smallest bound below which there are enough
                 low, last_id = tl.zeros((), tl.int32), vocab.to(tl.int32)
                 while low < last_id:
