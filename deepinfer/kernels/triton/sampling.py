@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.triton.philox import TARGET, gumbel_pairs
+from deepinfer.kernels.triton.noise import noise_kernel
 from deepinfer.kernels.triton.runtime import launch
 from deepinfer.kernels.triton.sampling_rows import (
     INFINITY,
@@ -33,7 +33,6 @@ from deepinfer.kernels.triton.sampling_rows import (
     ordered_key,
     piece_tiles,
     quick_exp,
-    tempered,
 )
 from deepinfer.kernels.triton.truncation import draw_truncated
 
@@ -82,46 +81,6 @@ def _scan_kernel(
         highest = tl.max(best, axis=0)
     tl.store(keys + out, tl.where(strange, NOT_A_NUMBER, ordered_key(highest)))
     tl.store(ids + out, tl.min(tl.where(best == highest, lane + where, NO_ID), axis=0))
-
-
-@triton.jit(do_not_specialize=["pieces", "words"])
-def _noise_kernel(
-    logits, masks, mask_rows, slots, positions, temperature, top_k, top_p, log_min_p, seed_low, seed_high,
-    keys, ids, scores, winners, stride, vocab, pieces, words,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, STRIP: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
-    """The best of logit / temperature + noise of a piece, of rows that keep every token."""
-    row, piece = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    slot = tl.load(slots + row)
-    heat = tl.load(temperature + slot)
-    whole = (tl.load(top_k + slot) == 0) & (tl.load(top_p + slot) >= 1) & (tl.load(log_min_p + slot) == -INFINITY)
-    if (heat > 0) & whole:
-        best, _best_id = best_of_pieces(keys, ids, row, pieces, PIECES)
-        top = key_value(best)
-        position = tl.load(positions + row).to(tl.uint32)
-        low, high = tl.load(seed_low + slot).to(tl.uint32), tl.load(seed_high + slot).to(tl.uint32)
-        mask_row = tl.load(mask_rows + row) if MASKED else 0
-        highest = tl.full((STRIP // 2,), -INFINITY, tl.float64)
-        winner = piece * PIECE + 2 * tl.arange(0, STRIP // 2)
-        for strip in range(0, PIECE, STRIP):
-            pairs = (piece * PIECE + strip) // 2 + tl.arange(0, STRIP // 2)
-            even, odd = 2 * pairs, 2 * pairs + 1
-            z_even = tl.load(logits + row * stride + even, mask=even < vocab, other=-INFINITY)
-            z_odd = tl.load(logits + row * stride + odd, mask=odd < vocab, other=-INFINITY)
-            if MASKED:
-                z_even = masked_logits(z_even, even, even < vocab, masks, mask_row, words)
-                z_odd = masked_logits(z_odd, odd, odd < vocab, masks, mask_row, words)
-            g_even, g_odd = gumbel_pairs(pairs, position, TARGET, 0, low, high)
-            score = tempered(z_even, top, heat).to(tl.float64) + g_even.to(tl.float64)
-            winner = tl.where(score > highest, even, winner)
-            highest = tl.where(score > highest, score, highest)
-            score = tempered(z_odd, top, heat).to(tl.float64) + g_odd.to(tl.float64)
-            winner = tl.where(score > highest, odd, winner)
-            highest = tl.where(score > highest, score, highest)
-        highest_here = tl.max(highest, axis=0)
-        out = row * pieces + piece
-        tl.store(scores + out, highest_here)
-        tl.store(winners + out, tl.min(tl.where(highest == highest_here, winner, NO_ID), axis=0))
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -197,7 +156,7 @@ def sample(
         parameters = (laws.slots, laws.temperature, laws.top_k, laws.top_p, laws.log_min_p)
         scores, winners = torch.empty(rows, pieces, dtype=torch.float64, device=device), torch.empty_like(ids)
         launch(
-            _noise_kernel, grid, logits, *constraints, laws.slots, laws.positions, *parameters[1:], laws.seed_low,
+            noise_kernel, grid, logits, *constraints, laws.slots, laws.positions, *parameters[1:], laws.seed_low,
             laws.seed_high, keys, ids, scores, winners, stride, vocab, pieces, words,
             MASKED=masks is not None, PIECES=wide, **tiles,
         )  # fmt: skip
