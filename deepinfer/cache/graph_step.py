@@ -112,19 +112,17 @@ class GraphView:
             batch.positions, batch.slots, batch.row_starts, batch.floors, rings.window, rings.ring, rings.staging
         )
 
-    @cached_property
-    def _ring_copies(self) -> tuple[Tensor, Tensor]:
-        """A chunk has no more rows than a ring, so all of them find a place."""
-        batch, rings = self.batch, self._store.windows
-        staged = torch.arange(rings.staging, rings.staging + batch.rows, device=batch.positions.device)
-        return batch.slots * rings.ring + batch.positions % rings.ring, staged
-
     def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         return self._store.windows.stage(layer, kv), self.window_indices
 
     def commit_window(self, layer: int) -> None:
-        """Replicas are copied after the step, from the rings: they are longer than a window by what a step writes."""
-        select.copy_rows(self._store.windows.pool[layer], *self._ring_copies)
+        """Nothing yet: `finish` does it for all layers."""
+
+    def finish(self) -> None:
+        """After the last layer: staged rows take their places in the rings. Replicas are copied after the step, from
+        the rings: they are longer than a window by what a step writes."""
+        batch, rings = self.batch, self._store.windows
+        select.commit_windows(rings.pool, batch.positions, batch.slots, rings.ring, rings.staging)
 
     @property
     def rounds(self) -> Rounding:

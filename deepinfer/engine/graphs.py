@@ -97,7 +97,10 @@ class PaddedStep:
 
     def _pass(self) -> Tensor:
         dead = self.rows.token_ids == self._model.config.image_token_id
-        return self._model.run(self._view(), dead, self._recalled)
+        view = self._view()
+        logits = self._model.run(view, dead, self._recalled)
+        view.finish()
+        return logits
 
 
 class GraphedModel:

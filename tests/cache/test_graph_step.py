@@ -54,7 +54,9 @@ class Padded:
         batch = Batch.from_chunks(chunks, CPU)
         assert self.rows.holds(batch)
         begin_rows(self.storage, batch, self.rows)
-        logits = self.model.run(GraphView(self.storage, self.rows, LONGEST), None)
+        view = GraphView(self.storage, self.rows, LONGEST)
+        logits = self.model.run(view, None)
+        view.finish()
         commit_rows(self.storage, batch)
         assert logits.shape[0] == self.rows.rows
         assert logits.isfinite().all()

@@ -28,6 +28,7 @@ from deepinfer.kernels.select.mixture import (
 )
 from deepinfer.kernels.select.places import (
     block_rows,
+    commit_windows,
     copy_rows,
     entry_rows,
     pages_keys,
@@ -70,6 +71,7 @@ __all__ = [
     "block_rows",
     "candidate_mask",
     "choose_entries",
+    "commit_windows",
     "compress_pairs",
     "constrain_rows",
     "copy_rows",

@@ -52,6 +52,17 @@ def copy_rows(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
         pool[targets] = pool[sources]
 
 
+def commit_windows(pool: Tensor, positions: Tensor, slots: Tensor, ring: int, staging: int) -> None:
+    """Row i of a step, int64 [N] positions and slots, lies at staging + i of every layer of pool [layers, rows, D] ->
+    its place in its slot's ring. No two rows want one place, but for those that nobody reads."""
+    if gpu_numbers(pool):
+        gpu().commit_windows(pool, positions, slots, ring, staging)
+        return
+    staged = torch.arange(staging, staging + len(positions), device=pool.device)
+    for layer in pool:
+        copy_rows(layer, slots * ring + positions % ring, staged)
+
+
 def put_windows(places: Tensor, kv: Tensor, encode: Callable[[Tensor], Tensor]) -> None:
     """kv [N, D] as window records into places [N, width], rows of a pool. GPU kernels round what they pack."""
     if places.dtype == torch.uint8 and gpu_fast(kv):
