@@ -48,7 +48,7 @@ insert_compressed, insert_key_pages = records.insert_compressed, index_keys.inse
 put_key_rows, pack_keys = index_keys.put_key_rows, index_keys.pack_keys
 hyper_expand, hyper_collapse, hyper_collapse_norm = hyper.hyper_expand, hyper.hyper_collapse, hyper.hyper_collapse_norm
 markov_chain = markov.markov_chain
-engram_inject, compress_pairs = engram.engram_inject, compressor.compress_pairs
+engram_inject, ngram_rows, compress_pairs = engram.engram_inject, engram.ngram_rows, compressor.compress_pairs
 rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
 serves_attention, sparse_attention = attention.serves, attention.sparse_attention
 

@@ -12,7 +12,6 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor
 
 from deepinfer.kernels import select
-from deepinfer.kernels.reference.engram import ngram_rows
 from deepinfer.model.config import ConfigError, ModelConfig
 from deepinfer.model.parameters import EngramRows, WeightSource
 
@@ -87,11 +86,7 @@ class NgramHash:
 
     def rows(self, history: Tensor) -> list[Tensor]:
         """history int64 [N, orders + 1] raw token ids (-1 = blocked) -> per Engram layer int64 [N, columns]."""
-        compressed = torch.where(history < 0, -1, self.token_map[history.clamp_min(0)])
-        return [
-            ngram_rows(compressed, self.multipliers[i], self.primes[i], self.offsets[i], self.pad)
-            for i in range(len(self.layers))
-        ]
+        return select.ngram_rows(history, self.token_map, self.multipliers, self.primes, self.offsets, self.pad)
 
 
 class TableRows(Protocol):

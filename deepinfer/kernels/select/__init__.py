@@ -58,6 +58,7 @@ from deepinfer.kernels.select.streams import (
     hyper_collapse_norm,
     hyper_expand,
     hyper_step,
+    ngram_rows,
     table_rows,
 )
 from deepinfer.kernels.select.tokens import (
@@ -92,6 +93,7 @@ __all__ = [
     "interpreted_gpu",
     "markov_chain",
     "moe",
+    "ngram_rows",
     "pages_keys",
     "project",
     "project_groups",

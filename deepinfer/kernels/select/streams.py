@@ -8,7 +8,7 @@ from torch import Tensor
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.layer_weights import HyperWeights
 from deepinfer.kernels.reference import compressor, engram, hyper
-from deepinfer.kernels.select.backends import cpu_fast, cpu_twins, gpu, gpu_fast, gpu_twins
+from deepinfer.kernels.select.backends import cpu_fast, cpu_twins, gpu, gpu_fast, gpu_numbers, gpu_twins
 from deepinfer.kernels.select.projections import rms_norm
 
 
@@ -85,3 +85,16 @@ def table_rows(codes: int, scales: int, ids: Tensor, rows: int, width: int) -> T
         return None
     out, fine = cpu.table_rows(codes, scales, ids, rows, width)
     return out if fine else None
+
+
+def ngram_rows(
+    history: Tensor, token_map: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, pad: int
+) -> list[Tensor]:
+    """Engram table rows of every token, for each layer int64 [N, columns]. history int64 [N, orders + 1]: raw token ids
+    of the token and those before it, -1 ends the look-back; token_map int64 [vocabulary]; the others by layer, see
+    `reference/engram.py`."""
+    if gpu_numbers(history):
+        return list(gpu().ngram_rows(history, multipliers, primes, offsets, pad, token_map).unbind(0))
+    compressed = torch.where(history < 0, -1, token_map[history.clamp_min(0)])
+    layers = zip(multipliers, primes, offsets, strict=True)
+    return [engram.ngram_rows(compressed, *numbers, pad) for numbers in layers]
