@@ -120,7 +120,7 @@ def _linear_kernel(
         c = tl.load(cos + token[None, :] * ROPE + angle, mask=turned, other=1.0)
         s = tl.load(sin + token[None, :] * ROPE + angle, mask=turned, other=0.0)
         place = token.to(tl.int64)[None, :] * outputs + ((output_tile // tiles) * HEAD + lane)[:, None]
-        here = (token < rows)[None, :] & (angle == angle)
+        here = (token < rows)[None, :] & (lane >= 0)[:, None]
         tl.store(out + place, to_type(even * c - odd * s, y.dtype), mask=here)
         tl.store(out + place + HEAD // 2, to_type(even * s + odd * c, y.dtype), mask=here)
     else:

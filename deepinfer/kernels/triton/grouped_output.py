@@ -5,7 +5,7 @@ into the tensor core; its power-of-two row factors follow the sum, so the produc
 rows: the library's product with a matrix that was widened whole, for this call or once at load.
 
 Turning the heads inside the product was tried: its operand then goes through registers and is turned again by every
-tile of outputs. At 1 and 64 rows that took 20 and 27 us with the Q8 behind it; in a launch of its own it is 16 and 23.
+tile of outputs. At 1 and 64 rows that took 20 and 26 us with the Q8 behind it; in a launch of its own it is 16 and 21.
 
 A thread of the tensor core needs, of every 16 columns, two and the two that lie 8 further on. Columns are stored so
 that what it needs of 64 lies together, 16 bytes: one shared-memory load where there would be eight (`column_order`).
@@ -45,7 +45,7 @@ def choose_tile(rows: int, rank: int, width: int, invariant: bool) -> Tile:
     outputs = min(64, triton.next_power_of_2(rank))
     cut = 2 if width >= 1024 and width % 512 == 0 else 1
     if rows > 64:  # three programs share a processor: 60 KB of shared memory each
-        return Tile(outputs, 128, RUN, cut if invariant else 1, 3, 4)
+        return Tile(outputs, 128, RUN, cut if invariant or rows <= 256 else 1, 3, 4)
     tokens = max(16, triton.next_power_of_2(rows))
     return Tile(outputs, tokens, 256 if tokens == 16 and width % (256 * cut) == 0 else 128, cut, 4, 4)
 
