@@ -22,11 +22,11 @@ from deepinfer.cache.formats import lookback
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import BLOCK_SIZE, VERIFY_ROWS
-from deepinfer.engine.graphs import PaddedStep
+from deepinfer.engine.graphs import GraphedModel, PaddedStep
 from deepinfer.engine.plan import Admission, StepPlan
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.kernels.select import step_threads
+from deepinfer.kernels.select import gpu_twins, step_threads
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.batch import Batch
 from deepinfer.model.config import ModelConfig
@@ -103,20 +103,12 @@ class RankShare:
         )
 
 
-class OneSize:
-    """The forward pass: steps that fit the one padded size run padded (on a GPU as a graph), others as they come."""
+class OneSize(GraphedModel):
+    """The forward pass of an engine that always has the same sequences: one padded step, and what fits none."""
 
-    def __init__(self, model: DeepseekV41, storage: CacheStorage, rows: int, longest: int) -> None:
-        self.device = model.device
-        self._model, self._step = model, PaddedStep(model, storage, rows, longest)
-
-    def capture(self) -> None:
-        with torch.inference_mode():
-            self._step.capture(None)
-
-    def forward(self, batch: Batch, storage: CacheStorage) -> Tensor:
-        fits = self._step.rows.rows == batch.num_rows and self._step.rows.holds(batch)
-        return self._step.run(batch) if fits else self._model.forward(batch, storage)
+    def __init__(self, model: DeepseekV41, storage: CacheStorage, *, rows: int, longest: int) -> None:
+        super().__init__(model, storage, rows=0, longest=longest)
+        self._steps = [PaddedStep(model, storage, rows, longest, storage.max_num_seqs)]
 
 
 class Rank:
@@ -155,7 +147,7 @@ class Rank:
         )
         self._random = torch.Generator(device).manual_seed(share.seed)
         fill_records(self.storage, self._random)
-        self.forward = OneSize(self.model, self.storage, rows, most)
+        self.forward = OneSize(self.model, self.storage, rows=rows, longest=most)
         drafter = None
         if self.model.draft is not None:
             drafter = DraftModelDrafter(self.model.draft, self.storage, share.nextn)
@@ -169,6 +161,18 @@ class Rank:
             drafts=share.nextn,
             threads=partial(step_threads, device, self.model.numerics.dtype),
         )
+        if gpu_twins(device, self.model.numerics.dtype):
+            from deepinfer.engine.rounds import Rounds  # needs Triton
+
+            self.runner.rounds = Rounds(
+                self.forward,
+                self.storage,
+                self.runner.sampling,
+                self.runner.tokens,
+                max_model_len=most,
+                draft_model=self.model.draft,
+                drafts=share.nextn,
+            )
         self._slots = np.arange(share.sequences)
         self._number = 0
         self._grown = grown
@@ -222,13 +226,8 @@ class Rank:
         """The sequences are as long again as before the batch."""
         ends = zip(batch.chunk_slots.tolist(), batch.starts.tolist(), strict=True)
         self.storage.apply([SetLength(slot, length, ()) for slot, length in ends])
-
-    def draft(self) -> None:
-        """The draft pass alone, behind every sequence."""
-        assert self.runner.speculator is not None
-        anchors = torch.from_numpy(self._tokens(1, len(self._slots))[0]).to(self.device)
-        with torch.inference_mode():
-            self.runner.speculator.propose(self._slots, anchors)
+        if self.runner.rounds is not None:
+            self.runner.rounds.leave(batch.chunk_slots)
 
     def close_sequences(self) -> None:
         for slot in self._slots.tolist():

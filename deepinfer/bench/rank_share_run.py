@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -22,8 +23,11 @@ ALONE = 5  # runs of a part by itself
 KERNELS_TOLD = 25
 
 
-def measure(share: RankShare, device: torch.device, tell: Any = print) -> dict[str, Any]:
-    """Builds the rank and measures it -> JSON-ready figures. tell: gets a line for people after each stage."""
+def measure(
+    share: RankShare, device: torch.device, tell: Any = print, keep: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """Builds the rank and measures it -> JSON-ready figures. tell: gets a line for people after each stage; keep: the
+    figures so far."""
     rates = measured_rates(device)
     tell(
         f"rates: copy {rates.copy / 1e9:,.0f} GB/s, bf16 {rates.bf16 / 1e12:,.1f}, FP8 {rates.fp8 / 1e12:,.1f} TFLOP/s"
@@ -33,9 +37,12 @@ def measure(share: RankShare, device: torch.device, tell: Any = print) -> dict[s
     result = describe(rank[0], rates)
     tell(f"built in {built:.1f} s: {result['memory']['allocated_bytes'] / 2**30:.1f} GiB on the device")
     result["decode"] = decode(rank[0], rates, tell)
-    if share.prefill_chunk:
-        result["prefill"] = [prefill(rank[0], rates, narrowed, tell) for narrowed in (True, False)]
-    result["memory"]["most_allocated_bytes"] = allocated_bytes(device)[1]
+    result["prefill"] = []
+    keep(result)
+    for narrowed in (True, False) if share.prefill_chunk else ():
+        result["prefill"].append(prefill(rank[0], rates, narrowed, tell))
+        result["memory"]["most_allocated_bytes"] = allocated_bytes(device)[1]
+        keep(result)
     return result
 
 
@@ -65,9 +72,9 @@ def describe(rank: Rank, rates: Rates) -> dict[str, Any]:
 def decode(rank: Rank, rates: Rates, tell: Any = print) -> dict[str, Any]:
     """The median step, what it could take at best, tokens/s at some accept lengths, what the device does in it."""
     share, device = rank.share, rank.device
-    rank.open_sequences()
     if device.type == "cuda":
         tell(f"graph of {share.sequences * (1 + share.nextn)} rows: {wall_seconds(rank.forward.capture, device):.1f} s")
+    tell(f"sequences opened, first step: {wall_seconds(rank.open_sequences, device):.1f} s")
     for _ in range(3):
         rank.decode_step()
     done: list[tuple[int, int]] = []  # rows, tokens
@@ -78,7 +85,7 @@ def decode(rank: Rank, rates: Rates, tell: Any = print) -> dict[str, Any]:
     parts = floor_by_part(step_parts(rank.config, load), rates)
     floor = sum(part["ms"] for part in parts.values())
     traced = occupation(lambda: [rank.decode_step() for _ in range(TRACED_STEPS)], device)
-    alone = parts_alone(rank, floor - parts.get("drafts", {"ms": 0.0})["ms"], tell)
+    forward = forward_alone(rank, floor - parts.get("drafts", {"ms": 0.0})["ms"], tell)
     rank.close_sequences()
     result: dict[str, Any] = {
         "step_ms": round(1e3 * step, 3),
@@ -93,15 +100,15 @@ def decode(rank: Rank, rates: Rates, tell: Any = print) -> dict[str, Any]:
         "random_accept_length": round(sum(tokens) / len(tokens) / share.sequences, 3),
         "tokens_per_s": accepted_rates(share, step),
         "device": None if traced is None else told(traced, TRACED_STEPS),
-        **alone,
+        "forward": forward,
     }
     idle = "" if traced is None else f", device idle {traced.idle_share:.1%}"
     tell(f"decode: {1e3 * step:.2f} ms a step, floor {floor:.2f} ms ({1e3 * step / floor:.2f} x){idle}")
     return result
 
 
-def parts_alone(rank: Rank, floor_ms: float, tell: Any) -> dict[str, Any]:
-    """The verifying pass and the draft pass by themselves, from an idle device to an idle device."""
+def forward_alone(rank: Rank, floor_ms: float, tell: Any) -> dict[str, Any]:
+    """The pass over all rows by itself, from an idle device to an idle device."""
     batch = rank.verify_batch()
     seconds = []
     for _ in range(1 + ALONE):
@@ -109,22 +116,14 @@ def parts_alone(rank: Rank, floor_ms: float, tell: Any) -> dict[str, Any]:
         rank.rewind(batch)
     traced = occupation(lambda: rank.verify(batch), rank.device)
     rank.rewind(batch)
-    forward = 1e3 * statistics.median(seconds[1:])
-    found: dict[str, Any] = {
-        "forward": {
-            "ms": round(forward, 3),
-            "floor_ms": round(floor_ms, 3),
-            "of_floor": round(forward / floor_ms, 3),
-            "device": None if traced is None else told(traced, 1),
-        }
+    taken = 1e3 * statistics.median(seconds[1:])
+    tell(f"forward pass alone: {taken:.2f} ms, floor {floor_ms:.2f} ms ({taken / floor_ms:.2f} x)")
+    return {
+        "ms": round(taken, 3),
+        "floor_ms": round(floor_ms, 3),
+        "of_floor": round(taken / floor_ms, 3),
+        "device": None if traced is None else told(traced, 1),
     }
-    drafting = ""
-    if rank.share.nextn:
-        drafts = 1e3 * statistics.median([wall_seconds(rank.draft, rank.device) for _ in range(1 + ALONE)][1:])
-        found["drafts_ms"] = round(drafts, 3)
-        drafting = f", draft pass {drafts:.2f} ms"
-    tell(f"forward pass alone {forward:.2f} ms, floor {floor_ms:.2f} ms ({forward / floor_ms:.2f} x){drafting}")
-    return found
 
 
 def accepted_rates(share: RankShare, step_seconds: float) -> dict[str, float]:
@@ -207,8 +206,6 @@ def report(result: dict[str, Any]) -> str:
     lines.append(
         f"  forward pass alone {alone['ms']:.2f} ms, floor {alone['floor_ms']:.2f} ms, {alone['of_floor']:.2f} x"
     )
-    if "drafts_ms" in deco:
-        lines.append(f"  draft pass alone {deco['drafts_ms']:.2f} ms")
     if deco["device"] is not None:
         device = deco["device"]
         lines.append(f"  device: busy {device['busy_ms']:.2f} ms a step, idle {device['idle_share']:.1%}")

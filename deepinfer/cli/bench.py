@@ -185,10 +185,11 @@ def _measure_rank(share: "RankShare", device: str, json_file: Path | None, quiet
         if not quiet:
             print(line, file=sys.stderr, flush=True)
 
-    result = measure(share, resolve_device(device), tell)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    print(report(result))
+    def keep(result: dict[str, Any]) -> None:
+        if json_file is not None:
+            json_file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    print(report(measure(share, resolve_device(device), tell, keep)))
 
 
 async def _measure(
