@@ -22,7 +22,7 @@ from deepinfer.model.block import Block
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.draft_model import DraftModel
 from deepinfer.model.engram import NgramHash, table_rows
-from deepinfer.model.hyper import first_stream
+from deepinfer.model.hyper import first_stream, taken_in
 from deepinfer.model.indexer import Selection
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
@@ -96,14 +96,15 @@ class DeepseekV41:
         stream, pre = first_stream(embedded, self.config.hc_mult)
         if memories is None:
             self.tables.start(self._engram_rows(state.view, state))
-        selection = Selection()
+        selection, update = Selection(), None
         for block in self.blocks:
             layer, memory = block.layer, None
             if layer in self._engrams:
                 memory = self.tables.take(layer) if memories is None else memories[layer]
-            stream, pre = block(stream, pre, memory, state, selection)
+            stream, pre, update = block(stream, pre, memory, state, selection, update)
             if not len(stream):  # no row of this step goes past the last KV source
                 return stream[:, 0]
+        stream = taken_in(stream, update)
         state.trace("stream_out", stream)
         hidden = select.hyper_collapse_norm(stream, pre, self.norm, self.config.rms_norm_eps)
         state.trace("final_hidden", hidden)

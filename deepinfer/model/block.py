@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from deepinfer.kernels import select
 from deepinfer.model.attention import Attention
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.engram import Engram
-from deepinfer.model.hyper import HyperCoefficients, HyperConnection, Update
+from deepinfer.model.hyper import HyperCoefficients, HyperConnection, Update, taken_in
 from deepinfer.model.indexer import Selection
 from deepinfer.model.moe import MixtureOfExperts
 from deepinfer.model.numerics import Numerics
@@ -33,15 +32,24 @@ class Block:
         self.experts = MixtureOfExperts(config, source, layer, numerics)
 
     def __call__(
-        self, stream: Tensor, pre: Tensor, memory: Any, state: StepState, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
-        """stream [N, copies, D] and pre [N, copies] (from the sub-layer before) -> the same two for the next block.
-        memory: what Engram's table holds for the rows, where the layer has one (else None).
+        self,
+        stream: Tensor,
+        pre: Tensor,
+        memory: Any,
+        state: StepState,
+        selection: Selection,
+        update: Update | None = None,
+    ) -> tuple[Tensor, Tensor, Update | None]:
+        """stream [N, copies, D], pre [N, copies] (from the sub-layer before), and what the stream lacks still ->
+        the same three for the next block. memory: what Engram's table holds for the rows, where the layer has one (else
+        None).
 
         A sub-layer is collapsed with the pre of the one before it; its own pre serves the next one. At the last KV
         source the rows that end there drop out once they have left their keys: the results are those of `state.kept`.
         """
         name = self.prefix
+        if update is not None and (self.engram is not None or state.listens(self.layer)):
+            stream, update = taken_in(stream, update), None
         if self.engram is not None:
             assert memory is not None
             state.trace(f"{name}.stream_before_engram", stream)
@@ -49,7 +57,7 @@ class Block:
         state.trace(f"{name}.stream_in", stream)
         state.tap(self.layer, stream)
 
-        _, x, mixing = self.hc_attn.enter(stream, None, pre)
+        stream, x, mixing = self.hc_attn.enter(stream, update, pre)
         kept = state.kept if self.narrows else None
         if kept is None:
             y = self.attention(x, state, selection)
@@ -57,13 +65,13 @@ class Block:
             y = self.attention.narrowing(x, state, selection)
             stream, x, mixing = stream[kept], x[kept], HyperCoefficients(*(part[kept] for part in mixing))
             if not len(kept):
-                return stream, mixing.pre
+                return stream, mixing.pre, None
         self._trace_part(state, f"{name}.hc_attn", mixing, f"{name}.attn", x, y)
 
         stream, x, following = self.hc_ffn.enter(stream, Update(y, mixing.post, mixing.comb), mixing.pre)
         y = self.experts(x, state)
         self._trace_part(state, f"{name}.hc_ffn", following, f"{name}.ffn", x, y)
-        return select.hyper_expand(stream, y, following.post, following.comb), following.pre
+        return stream, following.pre, Update(y, following.post, following.comb)
 
     @staticmethod
     def _trace_part(

@@ -21,7 +21,7 @@ from deepinfer.kernels.reference.rope import rope_angles
 from deepinfer.kernels.weights import Weight
 from deepinfer.model.block import Block
 from deepinfer.model.config import ModelConfig
-from deepinfer.model.hyper import first_stream
+from deepinfer.model.hyper import first_stream, taken_in
 from deepinfer.model.indexer import Selection
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.parameters import WeightSource
@@ -84,10 +84,10 @@ class DraftModel:
             state = BlockState(window, rope_angles(window.positions, self._frequencies))
             embedded = F.embedding(ids.flatten(), self.embed).to(self.numerics.dtype)
             stream, pre = first_stream(embedded, self.config.hc_mult)
-            selection = Selection()  # windows alone: nothing is ever selected
+            selection, update = Selection(), None  # windows alone: nothing is ever selected
             for stage in self.stages:
-                stream, pre = stage(stream, pre, None, state, selection)
-            return select.hyper_collapse(stream, pre).unflatten(0, ids.shape)
+                stream, pre, update = stage(stream, pre, None, state, selection, update)
+            return select.hyper_collapse(taken_in(stream, update), pre).unflatten(0, ids.shape)
 
     def base_logits(self, hidden: Tensor, k: int) -> Tensor:
         """hidden [R, block, D] -> logits of the first k drafts without what the tokens before them add, float32

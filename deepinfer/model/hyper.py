@@ -35,6 +35,11 @@ class Update(NamedTuple):
     comb: Tensor
 
 
+def taken_in(stream: Tensor, update: Update | None) -> Tensor:
+    """The stream [N, copies, D] with a sub-layer's update."""
+    return stream if update is None else select.hyper_expand(stream, *update)
+
+
 class HyperConnection:
     """One sub-layer's; `name` is attn or ffn."""
 

@@ -179,6 +179,10 @@ class StepState:
             self._selected = (source, entries, self.view.entry_rows(source, entries))
         return self._selected[2]
 
+    def listens(self, layer: int) -> bool:
+        """Whether somebody wants the stream that enters a layer."""
+        return self._trace is not None or (self._taps is not None and self._taps.wants(layer))
+
     def tap(self, layer: int, stream: Tensor) -> None:
         """Let the draft model have the stream that enters a layer, if it wants it."""
         if self._taps is not None:

@@ -30,9 +30,12 @@ class Taps:
         """From here on streams hold the kept rows only."""
         self._rows = self._rows_after
 
+    def wants(self, layer: int) -> bool:
+        return layer in self._layers
+
     def take(self, layer: int, stream: Tensor) -> None:
         """stream [N, copies, D], as it enters the layer."""
-        if layer in self._layers:
+        if self.wants(layer):
             self._values.append((stream if self._rows is None else stream[self._rows]).mean(1))
 
     def joined(self) -> Tensor:

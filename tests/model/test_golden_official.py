@@ -23,6 +23,7 @@ from deepinfer.kernels.reference.linear import linear
 from deepinfer.kernels.reference.norm import rms_norm
 from deepinfer.kernels.reference.selection import candidate_mask
 from deepinfer.model.block import Block
+from deepinfer.model.hyper import taken_in
 from deepinfer.model.indexer import Selection
 from deepinfer.model.state import StepState
 
@@ -174,8 +175,8 @@ class FedBlock:
         self.block, self.layer, self.probe = block, block.layer, probe
 
     def __call__(
-        self, stream: Tensor, pre: Tensor, memory: Tensor | None, state: StepState, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
+        self, stream: Tensor, pre: Tensor, memory: Tensor | None, state: StepState, selection: Selection, update: None
+    ) -> tuple[Tensor, Tensor, None]:
         block, probe, name, want = self.block, self.probe, f"layers.{self.layer}", recorded()
         rows = state.view.batch.positions
         probe.layer = self.layer
@@ -186,7 +187,9 @@ class FedBlock:
             assert memory is not None
             probe.put("engram.out", injection(want[f"{name}.stream_before_engram"][rows], memory, None))
         block.engram = None  # the block proper starts from the recorded stream_in
-        stream, pre = block(want[f"{name}.stream_in"][rows], want[f"{name}.pre_in"][rows], None, state, selection)
+        inputs = want[f"{name}.stream_in"][rows], want[f"{name}.pre_in"][rows]
+        stream, pre, ffn = block(*inputs, None, state, selection)
+        stream = taken_in(stream, ffn)
         block.engram = injection
         probe.put("block_out", stream)
         probe.put("pre_out", pre)
@@ -201,7 +204,7 @@ class FedBlock:
             probe.put("indexer.candidates", limit if own is None else own.view_as(limit))
             kept = want[f"{name}.indexer.candidates"][rows, : limit.shape[1]].bool() & limit
             selection.candidates = [None if own is None else kept.view_as(own)]  # None: nothing to leave out yet
-        return stream, pre
+        return stream, pre, None
 
 
 def _put_step_probes(state: StepState, probe: Probe) -> None:
