@@ -125,8 +125,12 @@ def _attention_unpacked(
     total = tl.zeros([TILE_HEADS], tl.float32)
     acc = tl.zeros([TILE_HEADS, D], tl.float32)
     lists = window_indices, indices, window, selected, window_tiles
+    next_rows = tile_rows(lists, 0, B)
+    # Two stages: the next keys are on their way, and the second product still runs, until the next logits are waited
+    # for. Its probabilities lie in registers that nothing writes before (looked up in the machine code).
     for tile in tl.range(0, tiles, num_stages=2):
-        rows = tile_rows(lists, tile, B)
+        rows = next_rows
+        next_rows = tile_rows(lists, tile + 1, B)
         source = window_keys if tile < window_tiles else keys
         wanted = source + rows.to(tl.int64)[:, None] * D + dim[None, :]
         values = tl.load(wanted, mask=(rows >= 0)[:, None], other=0.0)

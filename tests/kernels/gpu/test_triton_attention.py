@@ -14,6 +14,7 @@ from deepinfer.kernels.triton.attention import part_tiles, serves, sparse_attent
 from deepinfer.kernels.triton.attention_prefill import attention_unpacked, unpack_compressed, unpack_window
 
 ON_GPU = DEVICE.type == "cuda"
+REPEATS = 4 if ON_GPU else 1
 POOL_ROWS = 4096 if ON_GPU else 96
 NAN_RECORD = 0xFF  # as codes NaN or the largest, as scales NaN or 2^128
 
@@ -91,7 +92,8 @@ def test_attention_is_the_reference_s(shape: tuple[int, ...], invariant: bool) -
     assert relative_error(out, case.expected(torch.float32)) < 2.6e-3
     # Against the official rounding points: what differs is where the maxima stand when a probability is rounded.
     assert relative_error(out, case.expected()) < 2.6e-3
-    assert torch.equal(case.run(torch.int32, invariant=invariant), out)
+    for _ in range(REPEATS):  # products in flight over registers that are written too early differ from run to run
+        assert torch.equal(case.run(torch.int32, invariant=invariant), out)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -102,6 +104,8 @@ def test_attention_over_unpacked_keys_is_the_reference_s(shape: tuple[int, ...])
     out = case.run_unpacked()
     assert (out[-1] == 0).all()
     assert relative_error(out, case.expected(torch.float32)) < 2.6e-3
+    for _ in range(REPEATS - 1):
+        assert torch.equal(case.run_unpacked(), out)
     case.q, case.lists = case.q[:1], [x[:1] for x in case.lists]
     assert torch.equal(case.run_unpacked()[0], out[0])  # whatever the rows beside it
 
