@@ -95,8 +95,8 @@ def sparse_attention(
 
 
 def part_tiles(rows: int, tiles: int, sms: int) -> int:
-    """Tiles of a part: as many parts as fill the device once, of equal length but for the last. Measured on an H200 with
-    10 tiles, parts and whole lists: 1 row 12 and 45 us, 16 rows 20 and 45, 64 rows 37 and 51."""
+    """Tiles of a part: as many parts as fill the device once, of equal length but for the last. Measured on an H200
+    with 10 tiles, parts and whole lists: 1 row 12 and 45 us, 16 rows 20 and 45, 64 rows 37 and 51."""
     return triton.cdiv(max(tiles, 1), max(1, min(tiles, sms // max(rows, 1))))
 
 
