@@ -55,7 +55,8 @@ class PaddedDraftWindow:
         context = torch.where(wanted < lengths[:, None], slots[:, None] * rings.ring + wanted % rings.ring, -1)
         own = rings.staging + torch.arange(len(slots) * block, device=device).view(-1, block)  # [R, block]
         self.positions = (lengths[:, None] + torch.arange(block, device=device)).flatten()
-        self.indices = torch.cat((context, own), 1).repeat_interleave(block, dim=0)
+        seen = torch.cat((context, own), 1)  # [R, W + block]
+        self.indices = seen.unsqueeze(1).expand(-1, block, -1).flatten(0, 1)
 
     def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         return self._rings.stage(layer, kv), self.indices

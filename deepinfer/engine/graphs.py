@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Sequences. Few rows cost what their experts' weights cost, and rows of padding all ask the same experts: counts that
 # are a half apart lose little.
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+CAPTURE_MODE = "thread_local"  # other threads may use the device meanwhile
 MOST_ROWS = COUNTS[-1]  # beyond, a step is long enough to hide its launches
 
 
@@ -56,7 +57,7 @@ class PaddedStep:
         self._pass()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory_pool):
+        with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode=CAPTURE_MODE):
             self._logits = self._pass()
         self._graph = graph
 

@@ -18,7 +18,7 @@ from deepinfer.cache.draft_window import PaddedDraftWindow
 from deepinfer.cache.graph_step import commit_rows
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.engine.device_round import DeviceRound, DraftsOfRound, Round, RoundColumns, serves
-from deepinfer.engine.graphs import GraphedModel, PaddedStep
+from deepinfer.engine.graphs import CAPTURE_MODE, GraphedModel, PaddedStep
 from deepinfer.engine.plan import StepPlan, StepResult
 from deepinfer.engine.sampling_state import SamplingState
 from deepinfer.kernels import select
@@ -147,7 +147,7 @@ class Rounds:
             self._finish_eagerly(step.rows, logits, variant)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._forward.memory_pool):
+            with torch.cuda.graph(graph, pool=self._forward.memory_pool, capture_error_mode=CAPTURE_MODE):
                 self._finish_eagerly(step.rows, logits, variant)
             self._finishes[key] = graph
         return self._finishes[key]
