@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.triton.philox import TARGET, gumbel_pairs
+from deepinfer.kernels.triton.noise import rough_gumbel
+from deepinfer.kernels.triton.philox import TARGET, pair_uniforms
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
 from deepinfer.kernels.triton.sampling_rows import INFINITY, NO_ID, RowLaws, ordered_key
 
@@ -50,7 +51,7 @@ def _piece_kernel(
             z = tl.dot(x, weight, z)
     z = own + z
     if DRAWN:
-        # The noise of the row's own draw at that position. Scores in float64: no tiny temperature overflows there.
+        # The noise of the row's own draw at that position, roughly: a draft may be wrong once in fifty thousand.
         slot = tl.load(slots + row, mask=inside, other=0)
         heat = tl.load(temperature + slot, mask=inside, other=0.0)
         if tl.max(heat, axis=0) > 0:
@@ -58,11 +59,9 @@ def _piece_kernel(
             low = tl.load(seed_low + slot, mask=inside, other=0).to(tl.uint32)
             high = tl.load(seed_high + slot, mask=inside, other=0).to(tl.uint32)
             pairs = (piece * (TILE // 2) + tl.arange(0, TILE // 2))[None, :]
-            even, odd = gumbel_pairs(pairs + row[:, None] * 0, at[:, None], TARGET, 0, low[:, None], high[:, None])
-            noise = tl.reshape(tl.join(even, odd), (ROWS, TILE))
-            colder = 1.0 / tl.where(heat > 0, heat, 1.0).to(tl.float64)
-            scaled = z.to(tl.float64) * colder[:, None]
-            z = tl.where(heat[:, None] > 0, (scaled + noise.to(tl.float64)).to(tl.float32), z)
+            even, odd = pair_uniforms(pairs + row[:, None] * 0, at[:, None], TARGET, 0, low[:, None], high[:, None])
+            noise = tl.reshape(tl.join(rough_gumbel(even), rough_gumbel(odd)), (ROWS, TILE))
+            z = tl.where(heat[:, None] > 0, z / tl.where(heat > 0, heat, 1.0)[:, None] + noise, z)
     key = tl.where(seen, ordered_key(z), -NO_ID - 1)
     best = tl.max(key, axis=1)
     first = tl.min(tl.where((key == best[:, None]) & seen, ids[None, :], NO_ID), axis=1)
@@ -98,8 +97,8 @@ def markov_chain(
     [R, k, rank]. The first of equal values is the largest; a NaN counts as larger than any number.
 
     laws: rows with a temperature draw with the TARGET noise at laws.positions int64 [R] (of the anchor) and behind, as
-    `propose.draw_drafts` does by the coupled rule. Scores are rounded in another order than there: of two that are
-    closer than float32 tells apart another one may be drafted. That costs an acceptance and never changes a token.
+    `propose.draw_drafts` does by the coupled rule. Noise and scores are right to 2e-5 only: of two that are
+    closer the other one may be drafted. That costs an acceptance and never changes a token.
     """
     rows, drafts, vocab = logits.shape
     rank = embed.shape[1]
@@ -128,8 +127,8 @@ def markov_chain(
         launch(
             _piece_kernel, (pieces, triton.cdiv(rows, height)), before, embed, head, logits[:, number], keys, ids,
             *columns, number, rows, vocab, pieces, before.stride(0), logits.stride(0),
-            DRAWN=laws is not None, RANK=rank, STEP=min(rank, STEP), ROWS=height, TILE=tile, num_warps=4,
-            num_stages=STAGES,
+            DRAWN=laws is not None, RANK=rank, STEP=min(rank, STEP), ROWS=height, TILE=tile, num_stages=STAGES,
+            num_warps=4 if laws is None else 8,
         )  # fmt: skip
         take(number)
     return token_ids, embeddings

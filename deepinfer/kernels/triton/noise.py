@@ -22,7 +22,7 @@ from deepinfer.kernels.triton.sampling_rows import (
 )
 
 CLOSE = tl.constexpr(2e-4)
-LN2 = tl.constexpr(0.6931471805599453)
+MINUS_LN2 = tl.constexpr(-0.6931471805599453)
 # Below, log(1 - u) by four terms of its series: u^4 / 5 = 1e-8 of the value; above, what 1 - u and lg2.approx lose
 # (2^-24 and 2^-22) is at most 2e-5 of it.
 SERIES = tl.constexpr(0.015625)
@@ -40,7 +40,7 @@ def quick_log2(x):
 def rough_gumbel(u):
     """`philox.gumbel_of` to 2e-5."""
     series = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))
-    return -LN2 * quick_log2(tl.where(u < SERIES, series, -LN2 * quick_log2(1 - u)))
+    return quick_log2(tl.where(u < SERIES, series, quick_log2(1 - u) * MINUS_LN2)) * MINUS_LN2
 
 
 @triton.jit(do_not_specialize=["pieces", "words"])

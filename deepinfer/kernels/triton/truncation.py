@@ -1,12 +1,12 @@
 """min_p, top_k and top_p on the device, with the borders of `engine/truncation.py`, without sorting.
 
 What a row keeps is a prefix of the order (logit descending, id ascending), so a smallest logit and, among its equals, a
-largest id say it all. Three launches:
+largest id say it all. Four launches:
 
-levels   counts tokens, or sums their exponentials, above LEVELS logits below the row's best: which of them is surely
-         below the border;
-collect  lists the tokens above that one, a few thousand of a peaked row, and sums the others for top_p;
-cut      one program a row: the border by bisection over the list, then the best of logit / temperature + noise.
+levels       counts tokens, or sums their exponentials, above LEVELS logits below the row's best: which of them is
+             surely below the border;
+collect      lists the tokens above that one, a few thousand of a peaked row, and sums the others for top_p;
+short, cut   one program a row: which of the list stay, then the best of logit / temperature + noise.
 
 Sums over a list are whole numbers of 2^-45, so they do not depend on its order; exponentials there are right to 1e-11.
 Those of the tokens outside are float32 (1e-7), at most 1 - top_p of the whole.
@@ -32,24 +32,28 @@ from deepinfer.kernels.triton.sampling_rows import (
     tempered,
 )
 from deepinfer.kernels.triton.truncation_cut import cut_kernel, row_law
+from deepinfer.kernels.triton.truncation_short import short_kernel
 
 LEVELS = 8  # the last one is the sum of all
 CAPACITY = 16384  # of a row's list; a row with more is read from its logits again and again: right, and slow
 MARGIN = tl.constexpr(1.0001)  # float32 sums of 2^17 terms in a tree are right to 1e-5
-CUT_STRIP, CUT_WARPS = 1024, 8  # of the last launch: 4 candidates a thread, two or three rows on a multiprocessor
+SHORT = 1024  # candidates that are compared with each other
+CUT_STRIP, CUT_WARPS = 512, 8  # of the last launches: few enough registers for two or three rows on a multiprocessor
 
 
 @triton.jit
-def _lowest_level(keys, row, pieces, heat, p, k, vocab, PIECES: tl.constexpr):
-    """How far below its best a row is looked at: top_p cannot reach further down than where all of the vocabulary
-    together weighs 1 - p; a top_k is found above three times the distance of the worst piece's best, or not at all."""
+def _bounds(level, keys, row, pieces, heat, p, k, vocab, PIECES: tl.constexpr, LEVELS: tl.constexpr):
+    """Distances below a row's best, over the temperature. top_k: growing by 1.7, from a quarter of how far the worst
+    piece's best is below the best. top_p: closest at the top, down to where all of the vocabulary together weighs
+    1 - p, below which no border can be."""
     at = tl.arange(0, PIECES)
     key = tl.load(keys + row * pieces + at, mask=at < pieces, other=NO_ID)
     top = key_value(tl.max(tl.where(at < pieces, key, -NO_ID), axis=0))
-    worst = key_value(tl.min(key, axis=0))
-    reach = 3 * (worst - top) / heat
-    share = tl.log(tl.maximum(1 - p, 1e-7) / vocab)
-    return tl.maximum(tl.where(k < vocab, reach, share), -1e30)
+    spread = top - key_value(tl.min(key, axis=0))
+    unit = tl.where(spread < 1e30, tl.maximum(spread * 0.25, 0.35), 0.35)
+    share = (level + 1) / (LEVELS - 1.0)
+    reach = tl.log(tl.maximum(1 - p, 1e-7) / vocab)
+    return tl.where(k < vocab, -unit * tl.exp2(level * 0.7655347) / heat, reach * share * tl.sqrt(share))
 
 
 @triton.jit(do_not_specialize=["pieces", "words"])
@@ -63,8 +67,8 @@ def _levels_kernel(
         best, _best_id = best_of_pieces(keys, ids, row, pieces, PIECES)
         top, colder = key_value(best), 1 / heat
         level = tl.arange(0, LEVELS)[:, None]
-        lowest = _lowest_level(keys, row, pieces, heat, p, k, vocab, PIECES)
-        bound = tl.where(level == LEVELS - 1, -1e38, lowest * (level + 1) / (LEVELS - 1))
+        bound = _bounds(level, keys, row, pieces, heat, p, k, vocab, PIECES, LEVELS)
+        bound = tl.where(level == LEVELS - 1, -1e38, bound)
         mask_row = tl.load(mask_rows + row) if MASKED else 0
         total = tl.zeros((LEVELS, STRIP), tl.float32)
         for strip in range(0, PIECE, STRIP):
@@ -98,8 +102,7 @@ def _collect_kernel(
             above = tl.sum(tl.load(levels + place, mask=part[:, None] < pieces, other=0.0), axis=0)
             whole = tl.sum(tl.where(level == LEVELS - 1, above, 0.0), axis=0)
             wanted = tl.where(k < vocab, k.to(tl.float32), p * MARGIN * whole)
-            reach = _lowest_level(keys, row, pieces, heat, p, k, vocab, PIECES)
-            bound = reach * (level + 1) / (LEVELS - 1)
+            bound = _bounds(level, keys, row, pieces, heat, p, k, vocab, PIECES, LEVELS)
             enough = (above >= wanted) & (level < LEVELS - 1)
             # A little lower: here a temperature divides with another rounding than there.
             border = tl.max(tl.where(enough, bound - tl.abs(bound) * 1e-5, -INFINITY), axis=0)
@@ -158,9 +161,18 @@ def draw_truncated(
         _collect_kernel, grid, logits, *constraints, laws.slots, *parameters, keys, ids, levels, counts, listed_t,
         listed_ids, tails, *tail, **common, **tiles, LEVELS=LEVELS, CAPACITY=capacity,
     )  # fmt: skip
+    short = min(SHORT, max(capacity // 4, 16))
+    masses, befores = torch.empty(2, rows, short, dtype=torch.int64, device=device)
+    ranks = torch.empty(rows, short, dtype=torch.int32, device=device)
+    seeds = laws.seed_low, laws.seed_high
     launch(
-        cut_kernel, (rows,), logits, *constraints, laws.slots, laws.positions, *parameters, laws.seed_low,
-        laws.seed_high, keys, ids, counts, listed_t, listed_ids, tails, chosen, *tail, **common, CAPACITY=capacity,
+        short_kernel, (rows,), laws.slots, laws.positions, *parameters, *seeds, ids, counts, listed_t, listed_ids,
+        tails, masses, befores, ranks, chosen, vocab, pieces, PIECES=common["PIECES"], CAPACITY=capacity, SHORT=short,
+        BLOCK=min(short, 32 * CUT_WARPS), OTHERS=8, num_warps=CUT_WARPS,
+    )  # fmt: skip
+    launch(
+        cut_kernel, (rows,), logits, *constraints, laws.slots, laws.positions, *parameters, *seeds, keys, ids, counts,
+        listed_t, listed_ids, tails, chosen, *tail, **common, CAPACITY=capacity, SHORT=short,
         STRIP=min(capacity, CUT_STRIP), num_warps=CUT_WARPS,
     )  # fmt: skip
     return chosen

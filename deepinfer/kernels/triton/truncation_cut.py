@@ -1,4 +1,4 @@
-"""The last launch of a draw that drops tokens: the border by bisection over a row's candidates, then the draw itself.
+"""The draw of a row that drops tokens and has many candidates: the border by bisection over them, then the draw.
 
 A row keeps the tokens with fewer than k better ones that together weigh less than top_p of the whole; both grow from
 token to token, so the last one kept is found in the space of keys, whatever the logits are, and among its equals in the
@@ -97,14 +97,14 @@ def _above(
 def cut_kernel(
     logits, masks, mask_rows, slots, positions, temperature, top_k, top_p, log_min_p, seed_low, seed_high, keys, ids,
     counts, listed_t, listed_ids, tails, chosen, stride, vocab, pieces, words,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr, STRIP: tl.constexpr,
+    MASKED: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr, SHORT: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot, heat, k, p, least, cuts = row_law(slots, temperature, top_k, top_p, log_min_p, row, vocab)
     best, best_id = best_of_pieces(keys, ids, row, pieces, PIECES)
     top = key_value(best)
-    if cuts & (tl.abs(top) < INFINITY):
-        count = tl.load(counts + row)
+    count = tl.load(counts + row)
+    if cuts & (count > SHORT) & (tl.abs(top) < INFINITY):
         listed = count <= CAPACITY
         count = tl.where(listed, count, vocab)
         mask_row = tl.load(mask_rows + row) if MASKED else 0
