@@ -162,7 +162,7 @@ def cases() -> list[KernelCase]:
     found = []
     for tokens, topk in UP_SHAPES:
         slots, shape = tokens * topk, {"tokens": tokens, "slots": topk, "experts": EXPERTS}
-        for exact in (True, False) if tokens >= 1024 else (True,):
+        for exact in (True, False) if tokens >= 384 else (True,):
             kind = ", exact sums" if exact else ""
             target, peer = UP_TARGETS.get((tokens, topk), (None, None))
             if exact and tokens == 4096:
