@@ -67,7 +67,7 @@ def rank_markdown(results: Sequence[dict[str, Any]]) -> str:
             f"One rank of {share['ep']}, {share['preset']} with {result['layers']} layers and {result['experts']} "
             f"experts a layer, {share['sequences']} sequences of {share['context']:,} tokens, {share['nextn']} drafts, "
             f"{share['dtype']}, records {kv['format']} at {kv['bytes_per_token']:,.1f} bytes a token; "
-            f"{result['device']}, version {result['version']}, {result['date'][:10]}.",
+            f"{result['device']}, {built(result)}, {result['date'][:10]}.",
             "",
             "| | time | floor | times floor | rate |",
             "|---|---:|---:|---:|---|",
@@ -94,6 +94,11 @@ def rank_markdown(results: Sequence[dict[str, Any]]) -> str:
     if not out:
         return "No run yet."
     return "\n".join([*out, "Left out:", "", *(f"- {what}" for what in results[-1]["left_out"])])
+
+
+def built(result: dict[str, Any]) -> str:
+    """The state of the program: a commit where whoever ran it has written one into the file."""
+    return f"commit {result['commit']}" if "commit" in result else f"version {result['version']}"
 
 
 def accept_rates(rates: dict[str, float]) -> str:
