@@ -84,13 +84,13 @@ def place_arguments(ids: Tensor, buffers: PlanBuffers) -> tuple[object, ...]:
     """The first arguments of a kernel that calls `place_slots`."""
     plan = buffers.plan
     slots = ids.numel()
-    return ids, plan.order, plan.places, plan.blocks, buffers.scratch, slots, len(plan.blocks), buffers.first
+    tensors = ids, plan.order, plan.places, plan.blocks, buffers.scratch
+    return *tensors, slots, len(plan.blocks), buffers.first, buffers.chunks
 
 
 def place_options(buffers: PlanBuffers) -> dict[str, int | bool]:
     """And its constants."""
     return {
-        "CHUNKS": buffers.chunks,
         "EXPERTS": buffers.experts,
         "WIDTH": buffers.scratch.shape[2],
         "CHUNK": buffers.chunk,
@@ -139,10 +139,10 @@ def _before(values, WIDTH: tl.constexpr):
 
 @triton.jit
 def place_slots(
-    chunk, ids, order, places, blocks, scratch, count, num_blocks, first, CHUNKS: tl.constexpr, EXPERTS: tl.constexpr,
+    chunk, ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Program `chunk` of CHUNKS. scratch: a row of five lists for each, the first its counts (not SMALL: of
+    """Program `chunk` of `chunks`. scratch: a row of five lists for each, the first its counts (not SMALL: of
     `_count_kernel`)."""
     mine = scratch + chunk * (5 * WIDTH)
     expert = tl.arange(0, WIDTH)
@@ -162,10 +162,10 @@ def place_slots(
         total = tl.zeros((WIDTH,), tl.int32)
         earlier = tl.zeros((WIDTH,), tl.int32)
         STEP: tl.constexpr = max(4096 // WIDTH, 8)
-        for start in range(0, CHUNKS, STEP):
+        for start in range(0, chunks, STEP):
             rows = start + tl.arange(0, STEP)
             where = scratch + rows[:, None] * (5 * WIDTH) + expert[None, :]
-            counts = tl.load(where, mask=(rows < CHUNKS)[:, None], other=0)
+            counts = tl.load(where, mask=(rows < chunks)[:, None], other=0)
             total += tl.sum(counts, axis=0)
             earlier += tl.sum(tl.where((rows < chunk)[:, None], counts, 0), axis=0)
     total = tl.where(expert < EXPERTS, total, 0)
@@ -191,7 +191,7 @@ def place_slots(
     tl.store(places + slot, tl.where(here, place, -1), mask=slot < count)
     tl.store(order + place, slot, mask=here)
 
-    for start in range(chunk * 32, num_blocks, CHUNKS * 32):
+    for start in range(chunk * 32, num_blocks, chunks * 32):
         block = start + tl.arange(0, 32)
         # Experts whose blocks all come before this one; those without rows have their end where they begin.
         owner = tl.sum((first_block + parts <= block[:, None]).to(tl.int32), axis=1)
@@ -208,14 +208,14 @@ def place_slots(
         tl.store(row + 3, 0, mask=writes)
 
 
-@triton.jit(do_not_specialize=["count", "num_blocks", "first"])
+@triton.jit(do_not_specialize=["count", "num_blocks", "first", "chunks"])
 def _place_kernel(
-    ids, order, places, blocks, scratch, count, num_blocks, first, CHUNKS: tl.constexpr, EXPERTS: tl.constexpr,
+    ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_previous()
     place_slots(
-        tl.program_id(0), ids, order, places, blocks, scratch, count, num_blocks, first, CHUNKS, EXPERTS, WIDTH, CHUNK,
+        tl.program_id(0), ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS, WIDTH, CHUNK,
         ROWS, SMALL,
     )  # fmt: skip

@@ -47,22 +47,22 @@ def _quantize_kernel(x, codes, scale, stride, WIDTH: tl.constexpr, GROUPS: tl.co
     _quantize_row(x, codes, scale, tl.program_id(0).to(tl.int64), stride, WIDTH, GROUPS)
 
 
-@triton.jit(do_not_specialize=["count", "num_blocks", "first"])
+@triton.jit(do_not_specialize=["count", "num_blocks", "first", "chunks"])
 def _prepare_kernel(
-    ids, order, places, blocks, scratch, count, num_blocks, first, x, codes, scale, stride, CHUNKS: tl.constexpr,
+    ids, order, places, blocks, scratch, count, num_blocks, first, chunks, x, codes, scale, stride,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
     ROW_WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_previous()
     program = tl.program_id(0)
-    if program < CHUNKS:
+    if program < chunks:
         place_slots(
-            program, ids, order, places, blocks, scratch, count, num_blocks, first, CHUNKS, EXPERTS, WIDTH, CHUNK,
+            program, ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS, WIDTH, CHUNK,
             ROWS, SMALL,
         )  # fmt: skip
     else:
-        _quantize_row(x, codes, scale, (program - CHUNKS).to(tl.int64), stride, ROW_WIDTH, GROUPS)
+        _quantize_row(x, codes, scale, (program - chunks).to(tl.int64), stride, ROW_WIDTH, GROUPS)
 
 
 def _rows_like(x: Tensor) -> tuple[Fp8Rows, int]:
