@@ -247,7 +247,7 @@ class DeviceRound:
         if not propose or self._drafter is None:
             return
         slots = rows.chunk_slots
-        laws = c.laws(slots, c.lengths[slots])
+        laws = c.laws(slots, c.lengths[slots])._replace(drawn=drawn)
         proposal = self._drafter.propose(slots, anchors, laws)
         rules = (c.temperature[slots] > 0).long() * int(Rule.COUPLED)
         chances = self._calibration.survivals(proposal.confidence, rules)

@@ -111,6 +111,8 @@ def markov_chain(
     keys, ids = torch.empty(2, rows, pieces, dtype=torch.int32, device=device)
     height = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     columns = (anchors, anchors, keys, anchors, anchors)
+    if laws is not None and not laws.drawn:
+        laws = None
     if laws is not None:
         columns = (laws.slots, laws.positions, laws.temperature, laws.seed_low, laws.seed_high)
     wide = triton.next_power_of_2(pieces)

@@ -5,9 +5,10 @@ decides, the best of logit / temperature + noise; one program a row puts the pie
 (min_p, top_k, top_p) go through `truncation.py` in between. A piece's size depends on the vocabulary alone, and no sum
 of floats depends on the order in which programs end: a row's token does not know its batch.
 
-What is equal to the plain path and what may not be: argmax, ties, masks and random words are equal; temperatures divide
-with the same rounding. Noise is right to a unit in the last place, and what top_p sums to 1e-11; so a token differs
-where two of them are closer than that, about once in ten million draws.
+What is equal to the plain path and what may not be: argmax, ties, masks, min_p, top_k and random words are equal, and a
+temperature divides with the same rounding all but always. Noise is right to a unit in the last place, and what top_p
+calls 1 to 1e-8; so a token differs where two of them are closer than that, about once in a million draws. In a thousand
+draws over the full vocabulary on an H200 none did.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ class RowLaws(NamedTuple):
     log_min_p: Tensor  # float32 [slots], -inf = off: torch's logarithm, so that borders are the plain path's
     seed_low: Tensor  # int64 [slots], 32 bits each
     seed_high: Tensor
+    drawn: bool = True  # False promises that all are greedy
 
 
 @triton.jit

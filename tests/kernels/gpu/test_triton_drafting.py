@@ -59,6 +59,8 @@ def test_drawn_chains_take_the_noise_of_the_targets_own_draw() -> None:
     unused = torch.zeros(5, device=DEVICE)
     laws = RowLaws(slots, positions, heat, unused.long(), unused, unused, key[0], key[1])
     ids, _ = markov_chain(anchors, embed, head, logits, laws)
+    greedy, _ = markov_chain(anchors, embed, head, logits, laws._replace(drawn=False))
+    assert greedy.tolist() == markov_chain(anchors, embed, head, logits)[0].tolist() != ids.tolist()
     rules = np.where(heat[slots].cpu().numpy() > 0, Rule.COUPLED, Rule.GREEDY).astype(np.uint8)
     law = DraftLaw(rules, heat[slots], (key[0][slots], key[1][slots]))
     before = anchors
