@@ -45,6 +45,7 @@ class IndexPlan:
     rows: Tensor
     header: Tensor
     width: int
+    shared: bool
     passes: int
     units: int
     gathered: bool
@@ -104,7 +105,7 @@ def plan_rows(
         BLOCK=triton.next_power_of_2(max(n, 16)),
         num_warps=4 if n <= 512 else 16,
     )
-    return IndexPlan(rows, header, width, passes, units, gathered, offered, topk)
+    return IndexPlan(rows, header, width, not gathered and n > 16 * chunks, passes, units, gathered, offered, topk)
 
 
 @triton.jit

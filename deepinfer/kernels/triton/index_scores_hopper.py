@@ -29,10 +29,10 @@ _VALUES = gl.constexpr(
         [64, 4, 4, 2, 4],
     )
 )
-_WORDS = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(4, _VALUES.value)))  # [key, t, w]
-_GROUPS = gl.constexpr(gl.SliceLayout(2, _WORDS.value))  # [key, t]
+WORDS = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(4, _VALUES.value)))  # [key, t, w]
+GROUPS = gl.constexpr(gl.SliceLayout(2, WORDS.value))  # [key, t]
 # The same words with w fastest, so that a thread loads its four with one instruction.
-_LOADED = gl.constexpr(
+LOADED = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [8, 0, 0]],
         [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -56,7 +56,7 @@ def _sums(lanes: list[list[int]], width: int) -> gl.constexpr:
     )
 
 
-_SUMS_1 = _sums([[0, 0, 1], [0, 0, 2]], 1)
+SUMS_1 = _sums([[0, 0, 1], [0, 0, 2]], 1)
 _SUMS_2 = _sums([[0, 0, 1], [0, 1, 0]], 2)
 _SUMS_4 = _sums([[0, 1, 0], [0, 2, 0]], 4)
 _CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
@@ -66,23 +66,23 @@ _PAGES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 @gluon.jit
 def _fetch(pool, block, tile, PER_BLOCK: gl.constexpr):
     """Words int32 [64, 4, 4] and scale words int32 [64, 4] (each four times) of a tile in `block`."""
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, _LOADED)))
-    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _LOADED)))
-    w = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, _LOADED)))
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
+    w = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, LOADED)))
     at = (key[:, None] * 16 + t[None, :] * 4).expand_dims(2) + w.expand_dims(0).expand_dims(0)
-    row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, _GROUPS))
-    group = gl.arange(0, 4, layout=gl.SliceLayout(0, _GROUPS))
+    row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, GROUPS))
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
     inside = (tile & (PER_BLOCK // KEYS - 1)) * KEYS
     base = pool + block * (PER_BLOCK * 17)
     words = gl.load(base + inside * 16 + at)
     scales = gl.load(base + PER_BLOCK * 16 + inside + row[:, None] + group[None, :] * 0)
-    return gl.convert_layout(words, _WORDS), scales
+    return gl.convert_layout(words, WORDS), scales
 
 
 @gluon.jit
-def _unpack(words, scales, OPERAND: gl.constexpr):
+def unpack(words, scales, OPERAND: gl.constexpr):
     """-> e4m3 [64, 128], the tensor core's left operand; see `index_scores._unpack`."""
-    t = gl.arange(0, 4, layout=gl.SliceLayout(0, _GROUPS))
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
     c = (scales >> (4 * t)[None, :]) & 15
     zero = gl.zeros([KEYS, 4, 4, 2, 4], gl.int32, layout=_VALUES)
     low = (0x14100800 + c * 0x08080800).expand_dims(2).expand_dims(3).expand_dims(4) + zero
@@ -137,36 +137,31 @@ def _chain(x, w):
 
 
 @gluon.jit
-def _finish(
-    dots, scales, weights, tile, end, scores, maxima, visible, there, WIDTH: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
-    """relu, weights (halved: x + |x| is 2 relu(x), one addition instead of a slower maximum), sums, stores."""
-    LANES: gl.constexpr = 4 // WIDTH
+def finish(dots, scales, weights, shown, tile, end, scores, maxima, there, WIDTH: gl.constexpr, SUMS: gl.constexpr):
+    """relu, weights (halved: x + |x| is 2 relu(x), one addition instead of a slower maximum), sums, stores.
+
+    shown int1 [64, 4]: where there is an entry that the row sees."""
     MMA: gl.constexpr = dots.type.layout
     weights = weights[None, :] + gl.zeros([KEYS, 32 * WIDTH], gl.float32, layout=MMA)
     sums = _chain(_heads(dots + gl.abs(dots), WIDTH), _heads(weights, WIDTH))
-    sums = sums.reshape([KEYS, WIDTH, 2, 2])
-    sums = gl.sum(gl.sum(sums, 2), 2)
-    if WIDTH == 1:
-        SUMS: gl.constexpr = _SUMS_1
-    elif WIDTH == 2:
-        SUMS: gl.constexpr = _SUMS_2
-    else:
-        SUMS: gl.constexpr = _SUMS_4
+    sums = gl.sum(gl.sum(sums.reshape([KEYS, WIDTH, 2, 2]), 2), 2)
     sums = gl.convert_layout(sums, gl.SliceLayout(2, SUMS), assert_trivial=True)
-    sums = sums.expand_dims(2) + gl.zeros([KEYS, WIDTH, LANES], gl.float32, layout=SUMS)
-    sums = gl.convert_layout(sums.reshape([KEYS, 4]), COLUMNS, assert_trivial=True)
-    factors = gl.convert_layout(scales, COLUMNS, assert_trivial=True)
-    values = sums * ((factors & 0xFF0000) << 7).to(gl.float32, bitcast=True)
-    entry = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, COLUMNS))
-    values = gl.where(entry[:, None] < visible[None, :], values, float("-inf"))
+    sums = sums.expand_dims(2) + gl.zeros([KEYS, WIDTH, 4 // WIDTH], gl.float32, layout=SUMS)
+    sums = gl.convert_layout(sums.reshape([KEYS, 4]), GROUPS, assert_trivial=True)
+    values = sums * ((scales & 0xFF0000) << 7).to(gl.float32, bitcast=True)
+    values = gl.where(shown, values, float("-inf"))
+    entry = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, GROUPS))
     gl.store(scores[None, :] + entry[:, None], values, mask=there[None, :] & (entry[:, None] < end * KEYS))
     best = gl.max(values.reshape([KEYS // 8, 8, 4]), 1)
     EIGHTHS: gl.constexpr = best.type.layout
     eighth = tile * (KEYS // 8) + gl.arange(0, KEYS // 8, layout=gl.SliceLayout(1, EIGHTHS))
     maxima = gl.convert_layout(maxima, gl.SliceLayout(0, EIGHTHS))
     there = gl.convert_layout(there, gl.SliceLayout(0, EIGHTHS))
-    gl.store(maxima[None, :] + eighth[:, None], best, mask=there[None, :] & (eighth[:, None] < end * (KEYS // 8)))
+    gl.store(
+        maxima[None, :] + eighth[:, None],
+        best,
+        mask=there[None, :] & (eighth[:, None] < end * (KEYS // 8)),
+    )
 
 
 @gluon.jit
@@ -176,25 +171,18 @@ def _block(table, tile, most, PER_BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _group(
-    codes, weights, pool, tables, plan, out, n, capacity, row, count, begin, end, table_stride,
-    PER_BLOCK: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Tiles begin .. end - 1 (begin < end) of the group of `count` rows from `row` on."""
+def _shown(tile, visible):
+    """int1 [64, 4]: entries of a tile that the columns' rows see."""
+    entry = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, GROUPS))
+    return entry[:, None] < visible[None, :]
+
+
+@gluon.jit
+def load_queries(codes, weights, row, count, WIDTH: gl.constexpr, MMA: gl.constexpr):
+    """The tensor core's right operand, e4m3 [128, columns] in shared memory, and half of the columns' weights. Columns
+    as in `index_scores._columns`."""
     COUNTED: gl.constexpr = 32 * WIDTH
     LANES: gl.constexpr = 4 // WIDTH
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNTED, 32])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    COLUMNS: gl.constexpr = _GROUPS
-    u = gl.arange(0, 4, layout=gl.SliceLayout(0, COLUMNS))
-    mine = row + u // LANES
-    there = (u // LANES < count) & (u % LANES == 0)
-    visible = gl.load(plan + VISIBLE * n + mine, mask=u // LANES < count, other=0)
-    place = gl.load(plan + PLACE * n + mine, mask=there, other=0).to(gl.int64)
-    scores, maxima = out + place * 128, out + capacity + place * 16
-    most = gl.max(visible, 0)
-    table = tables + gl.load(plan + SLOT * n + row).to(gl.int64) * table_stride
-
     column = gl.arange(0, COUNTED, layout=gl.SliceLayout(1, _CODES))
     lane = column // 2 % 4
     query, head = lane // LANES, column // 8 * (2 * LANES) + lane % LANES * 2 + column % 2
@@ -203,53 +191,86 @@ def _group(
     loaded = gl.load(source, mask=(query < count)[:, None], other=0)
     queries = gl.allocate_shared_memory(gl.float8e4nv, [COUNTED, 128], _PAGES, loaded.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
-    right = queries.permute((1, 0))
     column = gl.arange(0, COUNTED, layout=gl.SliceLayout(0, MMA))
     lane = column // 2 % 4
     query, head = lane // LANES, column // 8 * (2 * LANES) + lane % LANES * 2 + column % 2
-    w = 0.5 * gl.load(weights + (row + query).to(gl.int64) * 32 + head, mask=query < count, other=0.0)
+    weights = gl.load(weights + (row + query).to(gl.int64) * 32 + head, mask=query < count, other=0.0)
+    return queries.permute((1, 0)), 0.5 * weights
 
+
+@gluon.jit
+def _group(
+    codes, weights, pool, tables, plan, out, n, capacity, row, count, begin, end, table_stride,
+    PER_BLOCK: gl.constexpr, WIDTH: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Tiles begin .. end - 1 (begin < end) of the group of `count` rows from `row` on."""
+    COUNTED: gl.constexpr = 32 * WIDTH
+    LANES: gl.constexpr = 4 // WIDTH
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNTED, 32])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    u = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
+    mine = row + u // LANES
+    there = (u // LANES < count) & (u % LANES == 0)
+    visible = gl.load(plan + VISIBLE * n + mine, mask=u // LANES < count, other=0)
+    place = gl.load(plan + PLACE * n + mine, mask=there, other=0).to(gl.int64)
+    scores, maxima = out + place * 128, out + capacity + place * 16
+    most = gl.max(visible, 0)
+    table = tables + gl.load(plan + SLOT * n + row).to(gl.int64) * table_stride
+
+    right, w = load_queries(codes, weights, row, count, WIDTH, MMA)
     zero = gl.zeros([KEYS, COUNTED], gl.float32, layout=MMA)
     x0, s0 = _fetch(pool, _block(table, begin, most, PER_BLOCK), begin, PER_BLOCK)
     x1, s1 = _fetch(pool, _block(table, begin + 1, most, PER_BLOCK), begin + 1, PER_BLOCK)
     block = _block(table, begin + 2, most, PER_BLOCK)
-    running = warpgroup_mma(_unpack(x0, s0, OPERAND), right, zero, use_acc=False, is_async=True)
+    running = warpgroup_mma(unpack(x0, s0, OPERAND), right, zero, use_acc=False, is_async=True)
     f0 = s0
     for tile in range(begin, end, 2):
         x0, s0 = _fetch(pool, block, tile + 2, PER_BLOCK)
         block = _block(table, tile + 3, most, PER_BLOCK)
-        left = _unpack(x1, s1, OPERAND)
+        left = unpack(x1, s1, OPERAND)
         dots = warpgroup_mma_wait(0, deps=[running])
         other = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
-        _finish(dots, f0, w, tile, end, scores, maxima, visible, there, WIDTH, COLUMNS)
+        finish(dots, f0, w, _shown(tile, visible), tile, end, scores, maxima, there, WIDTH, SUMS)
         f1 = s1
         x1, s1 = _fetch(pool, block, tile + 3, PER_BLOCK)
         block = _block(table, tile + 4, most, PER_BLOCK)
-        left = _unpack(x0, s0, OPERAND)
+        left = unpack(x0, s0, OPERAND)
         dots = warpgroup_mma_wait(0, deps=[other])
         running = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
-        _finish(dots, f1, w, tile + 1, end, scores, maxima, visible, there, WIDTH, COLUMNS)
+        finish(dots, f1, w, _shown(tile + 1, visible), tile + 1, end, scores, maxima, there, WIDTH, SUMS)
         f0 = s0
     warpgroup_mma_wait(0, deps=[running])
 
 
 @gluon.jit
+def share(header, number):
+    """`index_scores._share`."""
+    begin, end = gl.load(header + HEADER + number), gl.load(header + HEADER + 1 + number)
+    part = (end - begin).to(gl.int64)
+    pid, programs = gl.program_id(0), gl.num_programs(0)
+    return begin + (part * pid // programs).to(gl.int32), begin + (part * (pid + 1) // programs).to(gl.int32)
+
+
+@gluon.jit
+def first_row(plan, first, n):
+    """`index_scores._first_row`. Written otherwise (more rows at once, halves) it makes the loops behind it spill."""
+    row = 0
+    for base in range(0, n, 64):
+        r = base + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        ends = gl.load(plan + COST_END * n + r, mask=r < n, other=0x7FFFFFFF)
+        row += gl.sum((ends <= first).to(gl.int32), 0)
+    return row
+
+
+@gluon.jit
 def paged_scores_hopper(
     codes, weights, pool, tables, plan, header, out, n, capacity, number, table_stride,
-    PER_BLOCK: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
+    PER_BLOCK: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """`index_scores._paged_scores`, argument for argument; codes as uint8."""
-    first, behind_all = gl.load(header + HEADER + number), gl.load(header + HEADER + 1 + number)
-    part = (behind_all - first).to(gl.int64)
-    pid, programs = gl.program_id(0), gl.num_programs(0)
-    position = first + (part * pid // programs).to(gl.int32)
-    last = first + (part * (pid + 1) // programs).to(gl.int32)
+    position, last = share(header, number)
     if position < last:
-        row = 0
-        for base in range(0, n, BLOCK):
-            r = base + gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
-            ends = gl.load(plan + COST_END * n + r, mask=r < n, other=0x7FFFFFFF)
-            row += gl.sum((ends <= position).to(gl.int32), 0)
+        row = first_row(plan, position, n)
         while position < last:
             count = gl.load(plan + COUNT * n + row)
             units = gl.load(plan + UNITS * n + row)
@@ -265,17 +286,17 @@ def paged_scores_hopper(
                     if WIDTH == 1:
                         _group(
                             codes, weights, pool, tables, plan, out, n, capacity, row, count, 2 * begin, 2 * end,
-                            table_stride, PER_BLOCK, 1,
+                            table_stride, PER_BLOCK, 1, SUMS_1,
                         )  # fmt: skip
                     elif count > 2:
                         _group(
                             codes, weights, pool, tables, plan, out, n, capacity, row, count, 2 * begin, 2 * end,
-                            table_stride, PER_BLOCK, 4,
+                            table_stride, PER_BLOCK, 4, _SUMS_4,
                         )  # fmt: skip
                     else:
                         _group(
                             codes, weights, pool, tables, plan, out, n, capacity, row, count, 2 * begin, 2 * end,
-                            table_stride, PER_BLOCK, 2,
+                            table_stride, PER_BLOCK, 2, _SUMS_2,
                         )  # fmt: skip
                 position = behind
             row += gl.maximum(count, 1)

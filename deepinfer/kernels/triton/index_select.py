@@ -160,9 +160,10 @@ def _select(
                 if BASE == 1:
                     newest = (visible - 1) >> (3 * level)
                     key = tl.where(real & (index == newest), _FIRST, key)
-                if step == 0:  # scores of one row are close to each other: half of the rounds that all floats take
+                if step == 0:
                     high = tl.maximum(tl.max(key, 0), low)
-                    low = tl.minimum(tl.min(tl.where(key > _LOWEST, key, high), 0), high)
+                    if BASE == 1:  # no score far below the others: fewer rounds
+                        low = tl.minimum(tl.min(tl.where(key > _LOWEST, key, high), 0), high)
                 low, count = _kth(key, low, high, K)
                 # The winners: all above `low`, and of those equal to it the first ones.
                 above = (key > low).to(tl.int32)

@@ -50,6 +50,7 @@ SCORED: dict[str, Callable[[], None]] = {
     "choose entries, verify 64 x 6, ratio 1": lambda: choice(384, 64, 1),
     "choose entries, verify 64 x 6, ratio 2": lambda: choice(384, 64, 2),
     "choose entries, prefill of 4,096, ratio 1": lambda: choice(4096, 1, 1),
+    "choose entries, prefill of 4,096, ratio 2": lambda: choice(4096, 1, 2),
     "choose entries inside candidates, decode of 64": lambda: choice(64, 64, 1, inside=True),
     "choose entries and candidates, decode of 64": lambda: choice(64, 64, 1, publish=CANDIDATES),
 }
@@ -59,4 +60,10 @@ CASES: dict[str, Callable[[], None]] = SCORED | {
     "index keys, ratio 2": lambda: keys(64, 64),
 }
 WGMMA = set(SCORED)
-STACK: dict[str, int] = {}
+# Scores of single rows: three loads before the loop, for a fifth program an SM. Candidates: 16,384 values in registers.
+STACK = {
+    "choose entries, decode of 64, ratio 1": 16,
+    "choose entries, decode of 64, ratio 2": 16,
+    "choose entries, prefill of 4,096, ratio 2": 8,
+    "choose entries and candidates, decode of 64": 224,
+}

@@ -142,13 +142,14 @@ class Step:
         )  # fmt: skip
         return plan
 
-    def scores(self, plan: IndexPlan, candidates: Tensor | None = None) -> list[Tensor]:
-        """What the kernels write for every row (empty where no scores are needed); checks the maxima of 8 beside it."""
+    def scores(self, plan: IndexPlan, candidates: Tensor | None = None, gluon: bool | None = None) -> list[Tensor]:
+        """What the kernels write for every row (empty where no scores are needed); checks the maxima of 8 beside it.
+        gluon: None = the kernel that the model would take."""
         found = [torch.empty(0, device=DEVICE)] * len(self.positions)
         for number in range(plan.passes):
             memory = poisoned(len(score_memory(plan)), dtype=torch.float32)
             if candidates is None:
-                paged_scores(*self.queries, self.pool, self.tables, self.per_block, plan, number, memory)
+                paged_scores(*self.queries, self.pool, self.tables, self.per_block, plan, number, memory, gluon=gluon)
             else:
                 gathered_scores(*self.queries, self.pool, self.tables, self.per_block, candidates, plan, number, memory)
             for row in (plan.field(PASS) == number).nonzero().flatten().tolist():
@@ -215,6 +216,22 @@ def test_the_choice_is_that_of_the_reference_on_the_same_scores(name: str) -> No
         held = blocks[row][blocks[row] >= 0]
         assert (held.diff() > 0).all() and len(held) == min(-(-seen // 8), 2048)
         assert seen == 0 or int(held[-1]) == (seen - 1) // 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device: the interpreter does not run Gluon")
+@pytest.mark.parametrize("name", STEPS)
+def test_both_kernels_give_the_same_bits(name: str) -> None:
+    step = STEPS[name]
+    plan, inside = step.plan(), step.plan(candidates=128)
+    _, blocks = choose_entries(step.queries, step.pool, step.tables, step.per_block, (plan,), publish=2048)
+    assert blocks is not None
+    offered = blocks[:, :128].contiguous()
+    for one, other in zip(step.scores(plan, gluon=False), step.scores(plan, gluon=True), strict=True):
+        assert torch.equal(one, other)
+    gathered = [step.scores(inside, offered, gluon=gluon) for gluon in (False, True)]
+    for one, other in zip(*gathered, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_scores_that_do_not_fit_at_once_are_made_in_passes() -> None:
