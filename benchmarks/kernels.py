@@ -13,6 +13,7 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,7 +80,8 @@ def measured(case: KernelCase, rates: Rates, peers: Peers, device: torch.device)
     try:
         prepared = case.make(device)
         error = prepared.check()
-        line["error"], line["tolerance"] = error, prepared.tolerance
+        line["error"] = error if error is not None and math.isfinite(error) else None  # JSON has no other numbers
+        line["tolerance"] = prepared.tolerance if math.isfinite(prepared.tolerance) else None
         if error is not None and not error <= prepared.tolerance:
             raise ArithmeticError(f"relative error {error:.2e}, at most {prepared.tolerance:.2e} passes")
         line |= time_us(prepared, device)
@@ -204,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("  ".join(row(result["cases"][-1])), flush=True)
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print(table(result["cases"]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import kernels
@@ -76,6 +77,7 @@ def test_wrong_case_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         line = kernels.measured(made, RATES, none, device)
         assert "us" not in line
         assert "relative error" in line["failed"]
+        json.dumps(line, allow_nan=False)
     fine = Prepared(print, check=lambda: 0.05, tolerance=0.1)
     right = case(name="right", bytes=8_000_000, make=lambda device: fine, peer_us=9.0, peer="someone")
     line = kernels.measured(right, RATES, none, device)
