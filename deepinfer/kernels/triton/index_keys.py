@@ -56,7 +56,7 @@ def insert_keys(keys: Tensor, pool: Tensor, rows: Tensor, per_block: int) -> Non
     launch(
         _insert_keys,
         (triton.cdiv(count, block),),
-        keys,
+        keys.contiguous(),
         rows,
         pool.view(torch.int32),
         count,
@@ -76,10 +76,10 @@ def index_queries(q: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, *, scale
     launch(
         _index_queries,
         (rows, HEADS // heads),
-        q,
-        weights,
-        cos,
-        sin,
+        q.contiguous(),
+        weights.contiguous(),
+        cos.contiguous(),
+        sin.contiguous(),
         codes.view(torch.int32),
         folded,
         scale,

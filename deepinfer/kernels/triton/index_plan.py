@@ -97,6 +97,7 @@ def plan_rows(
         n,
         share,
         topk,
+        max_entries,
         8 * (candidate_blocks or 0),
         RATIO=ratio,
         WIDTH=width,
@@ -110,7 +111,7 @@ def plan_rows(
 
 @triton.jit
 def _plan(
-    positions, slots, starts, rows, header, n, share, topk, offer,
+    positions, slots, starts, rows, header, n, share, topk, limit, offer,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, PASSES: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK)
@@ -118,7 +119,7 @@ def _plan(
     position = tl.load(positions + r, mask=real, other=0).to(tl.int32)
     slot = tl.load(slots + r, mask=real, other=0).to(tl.int32)
     place = position - tl.load(starts + r, mask=real, other=0).to(tl.int32)  # in the chunk
-    seen = tl.where(real, (position + 1) // RATIO, 0)
+    seen = tl.where(real, tl.minimum((position + 1) // RATIO, limit), 0)  # never more than there is memory for
     visible = seen
     if GATHERED:
         visible = tl.minimum((seen + 7) // 8 * 8, offer)
@@ -133,7 +134,7 @@ def _plan(
         their_place = their_position - tl.load(starts + other, mask=inside, other=0).to(tl.int32)
         same = inside & (their_slot == slot) & (their_place == place + d)
         count += same.to(tl.int32)
-        most = tl.where(same, (their_position + 1) // RATIO, most)
+        most = tl.where(same, tl.minimum((their_position + 1) // RATIO, limit), most)
     units = tl.where(most > topk, (most + 127) // 128, 0)  # all are chosen where there are no more: no scores
     stored = (units + 3) // 4 * 4
     begin = tl.cumsum(stored, 0) - stored - k * stored  # of the group

@@ -302,6 +302,14 @@ def test_padding_rows_of_the_null_slot_choose_what_exists_and_harm_nobody() -> N
     assert (blocks[1:, 0] == 0).all() and (blocks[1:, 1:] == -1).all()
 
 
+def test_a_row_behind_the_promised_end_stays_in_its_memory() -> None:
+    step = Step([1, 3], [200, 240], 128)
+    plans = plan_step(step.positions, step.slots, step.row_starts, chunks=2, ratio=1, topk=TOPK, max_entries=150)
+    assert plans[0].field(SEEN).tolist() == [150] * 4 and plans[0].units == 4 * 4
+    entries, _ = choose_entries(step.queries, step.pool, step.tables, 128, plans)
+    assert int(entries.max()) < 150
+
+
 def test_what_is_served_is_said() -> None:
     assert serves(32, 128, 512, 8) and serves(32, 128, 512, 0)
     assert not serves(8, 64, 8, 4) and not serves(32, 128, 500, 8) and not serves(32, 128, 512, 4)
