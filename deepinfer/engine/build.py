@@ -33,9 +33,10 @@ from deepinfer.model import load_model
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.digest import model_digest
+from deepinfer.model.draft_model import DraftModel
 from deepinfer.speculation.calibration import Calibration
 from deepinfer.speculation.planner import DraftPlanner
-from deepinfer.speculation.propose import DraftModelDrafter
+from deepinfer.speculation.propose import Drafter, DraftModelDrafter
 
 
 def load(path: Path, settings: Settings, *, progress: bool = False) -> tuple[DeepseekV41, EngineConfig]:
@@ -228,7 +229,7 @@ def _used_memory(device: torch.device) -> int:
 
 
 class _Drafting(NamedTuple):
-    drafter: DraftModelDrafter
+    drafter: Drafter
     calibration: Calibration
     planner: DraftPlanner
     lines: tuple[str, ...]  # for people: how drafts are chosen
@@ -246,7 +247,7 @@ def _drafting(
     """What drafts, what its confidence is worth, and who decides how many drafts pay."""
     if model.draft is None:
         raise ValueError(f"drafts: {config.drafts} need the model's draft stages; load it with drafts=True")
-    drafter = DraftModelDrafter(model.draft, storage, config.drafts)
+    drafter = _drafter(model, model.draft, forward, storage, config, progress)
     calibration = Calibration.load(Path(path), config.drafts)
     costs = None
     if config.varlen:
@@ -263,6 +264,26 @@ def _drafting(
     planner = DraftPlanner(config.max_num_seqs, config.drafts, varlen=config.varlen, costs=costs)
     lines = describe_choice(planner.explanation, costs, calibration.is_fitted)
     return _Drafting(drafter, calibration, planner, lines)
+
+
+def _drafter(
+    model: DeepseekV41,
+    draft: DraftModel,
+    forward: GraphedModel,
+    storage: CacheStorage,
+    config: EngineConfig,
+    progress: bool,
+) -> Drafter:
+    plain = DraftModelDrafter(draft, storage, config.drafts)
+    if not config.graph_rows or not select.gpu_twins(model.device, model.numerics.dtype):
+        return plain
+    from deepinfer.engine.graphed_drafter import GraphedDrafter  # both need Triton
+    from deepinfer.engine.rounds import RoundDraftModel
+
+    drafter = GraphedDrafter(plain, RoundDraftModel(draft, storage, config.drafts), storage)
+    if model.device.type == "cuda":
+        drafter.capture(forward.memory_pool, progress=progress)
+    return drafter
 
 
 def describe(path: Path, settings: Settings, model: ModelConfig, core: EngineCore) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from integrity import assert_all_free
@@ -13,18 +14,22 @@ from real_engine import finish
 pytest.importorskip("triton")
 
 from deepinfer.cache.draft_window import DraftWindow, PaddedDraftWindow
+from deepinfer.cache.edits import OpenSlot, SetTable
 from deepinfer.cache.formats import KVFormat
 from deepinfer.cache.records import WindowRings
+from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
 from deepinfer.engine import build
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.graphed_drafter import GraphedDrafter
 from deepinfer.engine.graphs import GraphedModel
-from deepinfer.engine.rounds import Rounds
+from deepinfer.engine.rounds import RoundDraftModel, Rounds
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.model import load_model
+from deepinfer.model import Chunk, load_model
 from deepinfer.model.presets import tiny
 from deepinfer.model.state import Rounding
+from deepinfer.speculation.propose import DraftLaw, DraftModelDrafter
 
 CONFIG = EngineConfig(
     max_model_len=300, max_num_seqs=3, max_num_batched_tokens=96, num_blocks=9, drafts=2, graph_rows=9, seed=0
@@ -96,3 +101,21 @@ def test_padded_draft_windows_show_what_planned_ones_show() -> None:
     padded = PaddedDraftWindow(rings, slots, lengths, 3, Rounding())
     assert torch.equal(padded.positions, planned.positions)
     assert torch.equal(padded.indices, planned.indices)
+
+
+def test_padded_drafts_are_those_of_the_plain_drafter(draft_checkpoint, model) -> None:
+    """Greedy ones, behind sequences shorter and longer than the window; the rows of padding change nothing."""
+    storage = CacheStorage.for_model(model, max_num_seqs=4, num_blocks=8, drafts=3, padded_rows=64)
+    draw = torch.Generator().manual_seed(2)
+    for slot, length in enumerate((5, 40, 17)):
+        storage.apply([OpenSlot(slot), SetTable(slot, 0, (1 + 2 * slot, 2 + 2 * slot))])
+        model.forward([Chunk(slot, 0, torch.randint(3, 400, (length,), generator=draw).tolist(), 0)], storage)
+    plain = DraftModelDrafter(model.draft, storage, 3)
+    padded = GraphedDrafter(plain, RoundDraftModel(model.draft, storage, 3), storage)
+    for slots in ([2], [0, 1, 2], [1, 0]):
+        law = DraftLaw(np.zeros(len(slots), np.uint8), torch.ones(len(slots)), (torch.zeros(len(slots)).long(),) * 2)
+        anchors = torch.randint(3, 400, (len(slots),), generator=draw)
+        got, expected = (one.propose(np.array(slots), anchors, law) for one in (padded, plain))
+        assert torch.equal(got.token_ids, expected.token_ids)
+        assert torch.equal(got.confidence, expected.confidence)
+        assert got.logits is None
