@@ -51,8 +51,8 @@ def paged_scores(
 
     gluon: by `index_scores_hopper` instead of this module's kernel; the same bits. None: where many rows share keys, so
     that these come from the second-level cache. Measured on an H200, 131,072 entries: 64 rows of one request 83 us
-    against 96; 64 requests 207 against 188, and 64 x 6 rows 833 against 611, where keys come from memory and only
-    shared memory holds enough of them in flight.
+    against 96; 64 requests 207 against 188, and 64 x 6 rows 833 against 611: there keys come from memory, and likely
+    (not measured) too few of them are in flight without shared memory.
     """
     n = codes.shape[0]
     if gluon is None:
