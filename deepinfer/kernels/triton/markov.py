@@ -1,8 +1,9 @@
 """Drafts one after the other: the largest of each draft's logits plus a low-rank bigram of the token before it.
 
-Two launches a draft. Programs over pieces of the vocabulary multiply the embeddings of all rows' last tokens by their
-piece of the head and keep each row's best; one program a row takes the best piece and fetches the next embedding. A
-row's sums have one order, whatever the number of rows. The head is read once a draft and does not fit into the
+One launch a draft. Programs over pieces of the vocabulary multiply the embeddings of all rows' last tokens by their
+piece of the head, and each row's best goes to the row's winner: one number whose order is that of value and id, so its
+atomic maximum is the same whoever comes first, and the next launch reads the token from it. A row's sums have one
+order, whatever the number of rows. The head is read once a draft and does not fit into the
 second-level cache (66 MB of 129,280 x 256 bfloat16), so a draft costs at least its bytes and those of its logits.
 """
 
@@ -19,21 +20,50 @@ from deepinfer.kernels.triton.runtime import INTERPRET, launch
 from deepinfer.kernels.triton.sampling_rows import INFINITY, NO_ID, RowLaws, ordered_key
 
 MOST_ROWS = 64  # of one tile: a program holds the logits of so many rows
-TILE = 128  # ids of a program
-STEP, STAGES = 64, 4  # of the rank: all of the released model's 256 are on their way at once
+TILE = 64  # ids of a program
+STEP, STAGES = 64, 3  # of the rank
+APART = tl.constexpr(
+    16
+)  # int64 from one row's winner to the next: a cache line each, or they would wait for each other
+NO_WINNER = tl.constexpr(-(2**63))
 
 
-@triton.jit(do_not_specialize=["rows", "pieces", "number", "stride_before"])
+@triton.jit
+def _token(winner):
+    """The id in a winner: its lower half holds 2^31 - 1 - id, so that of equal values the lowest id is the largest."""
+    return (winner & NO_ID) ^ NO_ID
+
+
+@triton.jit(do_not_specialize=["rows", "drafts"])
+def _begin_kernel(anchors, winners, rows, drafts):
+    """Winners int64 [1 + drafts, rows, APART]: the anchors, then nobody."""
+    row, number = tl.program_id(0), tl.program_id(1)
+    first = tl.load(anchors + row) ^ NO_ID
+    tl.store(winners + (number * rows + row) * APART, tl.where(number == 0, first, NO_WINNER))
+
+
+@triton.jit(do_not_specialize=["rows", "drafts"])
+def _end_kernel(winners, embed, token_ids, embeddings, rows, drafts, RANK: tl.constexpr):
+    """Drafts from their winners, and the embeddings of the tokens before them."""
+    row, number, rank = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, RANK)
+    before = _token(tl.load(winners + (number * rows + row) * APART))
+    token = _token(tl.load(winners + ((number + 1) * rows + row) * APART))
+    tl.store(token_ids + row * drafts + number, token)
+    value = tl.load(embed + before * RANK + rank).to(tl.float32)
+    tl.store(embeddings + (row * drafts + number) * RANK + rank, value)
+
+
+@triton.jit(do_not_specialize=["rows", "number"])
 def _piece_kernel(
-    before, embed, head, logits, best_keys, best_ids, slots, positions, temperature, seed_low, seed_high,
-    number, rows, vocab, pieces, stride_before, stride_row,
+    winners, embed, head, logits, slots, positions, temperature, seed_low, seed_high,
+    number, rows, vocab, stride_row,
     DRAWN: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The best of a tile of ids for ROWS rows: as its key and its id."""
+    """The best of a tile of ids for ROWS rows."""
     piece, group = tl.program_id(0), tl.program_id(1)
     row = group * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    previous = tl.load(before + row.to(tl.int64) * stride_before, mask=inside, other=0)
+    previous = _token(tl.load(winners + (number * rows + row) * APART, mask=inside, other=NO_ID))
     ids = piece * TILE + tl.arange(0, TILE)
     step = tl.arange(0, STEP)
     place = row[:, None].to(tl.int64) * stride_row + ids[None, :]
@@ -65,28 +95,8 @@ def _piece_kernel(
     key = tl.where(seen, ordered_key(z), -NO_ID - 1)
     best = tl.max(key, axis=1)
     first = tl.min(tl.where((key == best[:, None]) & seen, ids[None, :], NO_ID), axis=1)
-    tl.store(best_keys + row * pieces + piece, best, mask=inside)
-    tl.store(best_ids + row * pieces + piece, first, mask=inside)
-
-
-@triton.jit(do_not_specialize=["pieces", "number", "drafts"])
-def _next_kernel(
-    anchors, embed, best_keys, best_ids, token_ids, embeddings, number, drafts, pieces,
-    RANK: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """Draft `number` of a row from its pieces (number < 0: the anchor), and the embedding behind it."""
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(anchors + row)
-    if number >= 0:
-        at = tl.arange(0, PIECES)
-        key = tl.load(best_keys + row * pieces + at, mask=at < pieces, other=-NO_ID - 1)
-        ids = tl.load(best_ids + row * pieces + at, mask=at < pieces, other=NO_ID)
-        token = tl.min(tl.where(key == tl.max(key, axis=0), ids, NO_ID), axis=0).to(tl.int64)
-        tl.store(token_ids + row * drafts + number, token)
-    if number + 1 < drafts:
-        rank = tl.arange(0, RANK)
-        value = tl.load(embed + token * RANK + rank).to(tl.float32)
-        tl.store(embeddings + (row * drafts + number + 1) * RANK + rank, value)
+    winner = (best.to(tl.int64) << 32) | (first ^ NO_ID).to(tl.int64)
+    tl.atomic_max(winners + ((number + 1) * rows + row) * APART, winner, mask=inside, sem="relaxed")
 
 
 def markov_chain(
@@ -108,29 +118,19 @@ def markov_chain(
     device = logits.device
     token_ids = torch.empty(rows, drafts, dtype=torch.int64, device=device)
     embeddings = torch.empty(rows, drafts, rank, device=device)
-    keys, ids = torch.empty(2, rows, pieces, dtype=torch.int32, device=device)
+    winners = torch.empty(1 + drafts, rows, APART.value, dtype=torch.int64, device=device)
     height = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
-    columns = (anchors, anchors, keys, anchors, anchors)
+    columns = (anchors, anchors, logits, anchors, anchors)
     if laws is not None and not laws.drawn:
         laws = None
     if laws is not None:
         columns = (laws.slots, laws.positions, laws.temperature, laws.seed_low, laws.seed_high)
-    wide = triton.next_power_of_2(pieces)
-
-    def take(number: int) -> None:
-        launch(
-            _next_kernel, (rows,), anchors, embed, keys, ids, token_ids, embeddings, number, drafts, pieces,
-            RANK=rank, PIECES=wide, num_warps=4,
-        )  # fmt: skip
-
-    take(-1)
+    launch(_begin_kernel, (rows, 1 + drafts), anchors, winners, rows, drafts, num_warps=1)
     for number in range(drafts):
-        before = token_ids[:, number - 1] if number else anchors
         launch(
-            _piece_kernel, (pieces, triton.cdiv(rows, height)), before, embed, head, logits[:, number], keys, ids,
-            *columns, number, rows, vocab, pieces, before.stride(0), logits.stride(0),
-            DRAWN=laws is not None, RANK=rank, STEP=min(rank, STEP), ROWS=height, TILE=tile, num_stages=STAGES,
-            num_warps=4 if laws is None else 8,
+            _piece_kernel, (pieces, triton.cdiv(rows, height)), winners, embed, head, logits[:, number], *columns,
+            number, rows, vocab, logits.stride(0), DRAWN=laws is not None, RANK=rank, STEP=min(rank, STEP),
+            ROWS=height, TILE=tile, num_stages=STAGES, num_warps=4 if laws is None else 8,
         )  # fmt: skip
-        take(number)
+    launch(_end_kernel, (rows, drafts), winners, embed, token_ids, embeddings, rows, drafts, RANK=rank, num_warps=4)
     return token_ids, embeddings

@@ -43,17 +43,17 @@ CUT_STRIP, CUT_WARPS = 512, 8  # of the last launches: few enough registers for 
 
 @triton.jit
 def _bounds(level, keys, row, pieces, heat, p, k, vocab, PIECES: tl.constexpr, LEVELS: tl.constexpr):
-    """Distances below a row's best, over the temperature. top_k: growing by 1.7, from a quarter of how far the worst
+    """Distances below a row's best, over the temperature. top_k: growing by 1.45, from a quarter of how far the worst
     piece's best is below the best. top_p: closest at the top, down to where all of the vocabulary together weighs
     1 - p, below which no border can be."""
     at = tl.arange(0, PIECES)
     key = tl.load(keys + row * pieces + at, mask=at < pieces, other=NO_ID)
     top = key_value(tl.max(tl.where(at < pieces, key, -NO_ID), axis=0))
     spread = top - key_value(tl.min(key, axis=0))
-    unit = tl.where(spread < 1e30, tl.maximum(spread * 0.25, 0.35), 0.35)
+    unit = tl.where(spread < 1e30, tl.maximum(spread * 0.25, 0.9), 0.9)
     share = (level + 1) / (LEVELS - 1.0)
     reach = tl.log(tl.maximum(1 - p, 1e-7) / vocab)
-    return tl.where(k < vocab, -unit * tl.exp2(level * 0.7655347) / heat, reach * share * tl.sqrt(share))
+    return tl.where(k < vocab, -unit * tl.exp2(level * 0.5360529) / heat, reach * share * tl.sqrt(share))
 
 
 @triton.jit(do_not_specialize=["pieces", "words"])
@@ -119,13 +119,12 @@ def _collect_kernel(
             is_taken = (t >= lowest) & (t > -INFINITY)
             if weighed:
                 tail += tl.where((t >= least) & (t < lowest), quick_exp(t), 0.0)
-            taken = is_taken.to(tl.int32)
-            number = tl.sum(taken, axis=0)
-            if number > 0:
-                place = tl.atomic_add(counts + row, number) + tl.cumsum(taken, axis=0) - 1
-                held = (taken == 1) & (place < CAPACITY)
-                tl.store(listed_t + row * CAPACITY + place, t, mask=held)
-                tl.store(listed_ids + row * CAPACITY + place, at, mask=held)
+            # Few are taken, so each asks for its own place: no step waits for all threads. Relaxed, or every one of
+            # these would empty the first-level cache.
+            place = tl.atomic_add(counts + row + at * 0, 1, mask=is_taken, sem="relaxed")
+            held = is_taken & (place < CAPACITY)
+            tl.store(listed_t + row * CAPACITY + place, t, mask=held)
+            tl.store(listed_ids + row * CAPACITY + place, at, mask=held)
         tl.store(tails + row * pieces + piece, tl.sum(tail, axis=0))
 
 
