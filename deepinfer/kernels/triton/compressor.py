@@ -61,7 +61,7 @@ def compress_pairs(first: Tensor, second: Tensor, norm_weight: Tensor, eps: floa
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _close_kernel(
     rows, positions, slots, starts, write_from, tables, store, weight, latents, entry_positions, targets,
     count, eps, pairs, blocks, per_block,

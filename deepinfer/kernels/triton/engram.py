@@ -10,15 +10,16 @@ from torch import Tensor
 
 from deepinfer.kernels.reference.quant import FP8_GROUP
 from deepinfer.kernels.triton.quantize import Fp8Rows, fold_tile
-from deepinfer.kernels.triton.runtime import INTERPRET, launch
+from deepinfer.kernels.triton.runtime import launch
 
 _GROUP = tl.constexpr(FP8_GROUP)
 HASH_ROWS = 32  # tokens of a program
+INJECT_WARPS = 8
 NAN, OUTSIDE = 1, 2  # what `fold_table_rows` leaves in a problem word
 _NAN, _OUTSIDE = tl.constexpr(NAN), tl.constexpr(OUTSIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _hash_kernel(
     history, token_map, multipliers, primes, offsets, out, tokens, pad,
     MAPPED: tl.constexpr, ORDERS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
@@ -83,7 +84,7 @@ def _e4m3_values(codes):
     return tl.where(codes >= 0x80, -value, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_rows"])
 def _fold_rows_kernel(
     table_codes, table_scales, ids, codes, scale, problems, table_rows, stride,
     COLUMNS: tl.constexpr, HEAD: tl.constexpr, GROUPS: tl.constexpr, SEQUENTIAL: tl.constexpr,
@@ -156,25 +157,29 @@ def empty_rows(tokens: int, width: int, device: torch.device) -> Fp8Rows:
 
 @triton.jit
 def _inject_kernel(
-    stream, kv, weight, dead, out, eps,
-    D: tl.constexpr, C: tl.constexpr, HAS_DEAD: tl.constexpr, STAGES: tl.constexpr,
+    stream, kv, weight, dead, out, eps, D: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, HAS_DEAD: tl.constexpr
 ):  # fmt: skip
-    """Program: a token. Its stream is read twice, the second time from the cache."""
+    """Program: a token. Its stream stays in registers (40 KB of bf16: 40 each of 256 threads) until the gate is known.
+    The weights are every token's, so they are the ones to stay in the first-level cache."""
     token = tl.program_id(0).to(tl.int64)
     copy = tl.arange(0, 4)[:, None]
     lane = tl.arange(0, C)[None, :]
-    squares = tl.zeros((4, C), tl.float32)
-    key_squares = tl.zeros((4, C), tl.float32)
-    dots = tl.zeros((4, C), tl.float32)
-    for start in tl.range(0, D, C, num_stages=STAGES):
-        inside = start + lane < D
-        at = copy * D + start + lane
-        x = tl.load(stream + token * (4 * D) + at, mask=inside, other=0.0).to(tl.float32)
-        k = tl.load(kv + token * (5 * D) + at, mask=inside, other=0.0).to(tl.float32)
-        w = tl.load(weight + at, mask=inside, other=0.0)
-        squares += x * x
-        key_squares += k * k
-        dots += x * w * k
+    squares = tl.zeros((4, C // 8), tl.float32)
+    key_squares = tl.zeros((4, C // 8), tl.float32)
+    dots = tl.zeros((4, C // 8), tl.float32)
+    tiles = ()
+    for tile in tl.static_range(TILES):
+        inside = tile * C + lane < D
+        at = copy * D + tile * C + lane
+        kept = tl.load(stream + token * (4 * D) + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        k = tl.load(kv + token * (5 * D) + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        w = tl.load(weight + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        x = kept.to(tl.float32)
+        tiles += (kept,)
+        # a thread's own eight first: three sums take 6 registers instead of 48
+        squares += tl.sum(tl.reshape(x * x, (4, C // 8, 8)), axis=2)
+        key_squares += tl.sum(tl.reshape(k * k, (4, C // 8, 8)), axis=2)
+        dots += tl.sum(tl.reshape(x * w * k, (4, C // 8, 8)), axis=2)
     rho = tl.rsqrt(tl.sum(squares, axis=1) / D + eps) * tl.rsqrt(tl.sum(key_squares, axis=1) / D + eps)
     d = tl.sum(dots, axis=1) * rho * (1.0 / tl.sqrt(D * 1.0))  # [4]
     root = tl.sqrt(tl.maximum(tl.abs(d), 1e-6))
@@ -183,12 +188,11 @@ def _inject_kernel(
     if HAS_DEAD:
         gate = tl.where(tl.load(dead + token) != 0, 0.0, gate)
     gate = gate[:, None]
-    for start in tl.range(0, D, C, num_stages=STAGES):
-        inside = start + lane < D
-        at = copy * D + start + lane
-        x = tl.load(stream + token * (4 * D) + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(kv + token * (5 * D) + 4 * D + start + lane, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + token * (4 * D) + at, (x + gate * v).to(out.dtype.element_ty), mask=inside)
+    for tile in tl.static_range(TILES):
+        inside = tile * C + lane < D
+        v = tl.load(kv + token * (5 * D) + 4 * D + tile * C + lane, mask=inside, other=0.0).to(tl.float32)
+        new = (tiles[tile].to(tl.float32) + gate * v).to(out.dtype.element_ty)
+        tl.store(out + token * (4 * D) + copy * D + tile * C + lane, new, mask=inside)
 
 
 def engram_inject(stream: Tensor, kv: Tensor, weight: Tensor, dead: Tensor | None, eps: float) -> Tensor:
@@ -199,15 +203,16 @@ def engram_inject(stream: Tensor, kv: Tensor, weight: Tensor, dead: Tensor | Non
     if copies != 4:
         raise ValueError(f"a stream of {copies} copies: this kernel takes 4")
     out = torch.empty_like(stream, memory_format=torch.contiguous_format)
+    tile = min(1024, triton.next_power_of_2(width))
     launch(
         _inject_kernel,
         (tokens,),
         *(stream.contiguous(), kv.contiguous(), weight.contiguous()),
         *(kv if dead is None else dead.contiguous().view(torch.uint8), out, eps),
         D=width,
-        C=min(1024, triton.next_power_of_2(width)),
+        C=tile,
+        TILES=triton.cdiv(width, tile),
         HAS_DEAD=dead is not None,
-        STAGES=1 if INTERPRET.value else 2,
-        num_warps=8,
+        num_warps=INJECT_WARPS,
     )
     return out

@@ -1,10 +1,8 @@
 """mHC of a sub-layer in one pass over the stream (model specification 2.2): take in the update of the sub-layer before,
 write the stream, collapse it, and multiply it with fn, whose sums `hyper_finish.py` turns into coefficients.
 
-The stream is exactly bfloat16, so float32 precision of the product takes only fn in three bfloat16 parts
-(`split_fn`: what is left is below 2^-24 of a value) and float32 accumulators: three wgmma passes over a tile that is in
-shared memory anyway. Sums go up in a fixed order of columns: chunks of 64, two chunks a part, five parts a group. The
-number of rows only decides whether parts or groups leave the kernel, so a row's bits do not depend on it.
+Sums go up in a fixed order of columns: chunks of 64, ten chunks a group. The number of rows only decides whether sums
+of chunks or of groups leave the kernel, so a row's bits do not depend on it.
 """
 
 from __future__ import annotations
@@ -13,156 +11,136 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from deepinfer.kernels.layer_weights import HyperWeights
+from deepinfer.kernels.triton import hyper_finish, hyper_parts
 from deepinfer.kernels.triton.hyper_finish import WIDTH, Partials, finish
+from deepinfer.kernels.triton.hyper_parts import CHUNK, COPIES, fn_parts, load_parts, times_parts
 from deepinfer.kernels.triton.quantize import Fp8Rows, row_warps
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
 
-COPIES = 4
-CHUNK = 64  # columns of one product, of each copy
 PER_GROUP = 10  # chunks: 640 columns, an eighth of 5120
-MIXES = 24  # rows of fn
-SPLIT = 3  # bfloat16 parts of a float32
-TILE, WARPS, STAGES = 64, 8, 2
+# Rows of a tile, warps, stages of the pipeline. Measured on an H200, us of a pass with an update and two parts of fn:
+# 384 rows 17.8 (64 rows and 8 warps about 25, 16 and 4 19.4), 64 rows 5.6; 4,096 rows 146 (64 and 8 178), 32,768 1,114.
+FINE = (32, 4, 1)
+COARSE = (32, 8, 2)
 _WIDTH = tl.constexpr(WIDTH)
-_MIXES = tl.constexpr(MIXES)
-# Above, programs do a group each: with 64-row tiles and 8 groups 512 rows are 64 programs; up to here 40 parts of
-# columns a tile keep all multiprocessors busy.
-MOST_FINE_ROWS = 512
-
 Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def split_fn(fn: Tensor) -> Tensor:
-    """fn float32 [K, 24] -> bfloat16 [3, 24, K] whose sum over the first axis it is, up to 2^-24 of each value."""
-    rest = fn.t()
-    parts = []
-    for _ in range(3):
-        parts.append(rest.to(torch.bfloat16))
-        rest = rest - parts[-1].float()
-    return torch.stack(parts).contiguous()
-
-
-def fn_parts(w: HyperWeights) -> Tensor:
-    """`split_fn` of the weights, made at the first call and kept with them (3.9 MB at 20480 x 24). Call it once before
-    a graph is captured."""
-    kept = vars(w)  # as functools.cached_property does, past the frozen fields
-    if "_fn_parts" not in kept:
-        kept["_fn_parts"] = split_fn(w.fn)
-    return kept["_fn_parts"]
-
-
 @triton.jit
-def _times(fn, n, K: tl.constexpr, PARTS: tl.constexpr, acc):
-    """acc [64, M] + fn's parts times n [M, C] of one copy. Row 16 i + 8 h + j is of mix 8 i + j: h = 0 the first and
-    third part of fn, h = 1 the second, so that a thread of wgmma has both. fn: pointers to this copy's columns of part
-    0, mix 0. The stream is the N side of wgmma: only there may it be computed and yet lie in shared memory, which
-    leaves it in a layout that loads and stores 16 bytes."""
-    lane = tl.arange(0, 64)[:, None]
-    half = lane // 8 % 2
-    mix = lane // 16 * 8 + lane % 8
-    upper = tl.load(fn + (half * _MIXES + mix) * K, mask=mix < _MIXES, other=0.0)
-    if INTERPRET:
-        upper, n = upper.to(tl.float32), n.to(tl.float32)
-    if PARTS == 3:
-        lower = tl.load(fn + (2 * _MIXES + mix) * K, mask=(mix < _MIXES) & (half == 0), other=0.0)
-        if INTERPRET:
-            lower = lower.to(tl.float32)
-        acc = tl.dot(lower, tl.trans(n), acc)
-    return tl.dot(upper, tl.trans(n), acc)
+def _weighted(v, x0, x1, x2, x3, c0, c1, c2, c3):
+    """v + c0 x0 + .. + c3 x3 of rows, added in this order. Fused by hand: left to the compiler, which product joins
+    which sum differs between two compilations, and with it a row's last bit."""
+    v = tl.fma(c0[:, None], x0, v)
+    v = tl.fma(c1[:, None], x1, v)
+    v = tl.fma(c2[:, None], x2, v)
+    return tl.fma(c3[:, None], x3, v)
 
 
 @triton.jit
 def _mixed(y, x0, x1, x2, x3, post, c0, c1, c2, c3, dtype: tl.constexpr):
     """One copy of the new stream."""
-    v = post[:, None] * y + c0[:, None] * x0 + c1[:, None] * x1 + c2[:, None] * x2 + c3[:, None] * x3
-    return v.to(dtype)
+    return _weighted(post[:, None] * y, x0, x1, x2, x3, c0, c1, c2, c3).to(dtype)
 
 
 @triton.jit
+def _of_row(pointers, k: tl.constexpr, live):
+    return tl.load(pointers + k, mask=live, other=0.0)
+
+
+@triton.jit
+def _chunk(
+    chunk, stream, y, fn, out, u, at, wide, mask, pre, post, comb,
+    D: tl.constexpr, M: tl.constexpr, C: tl.constexpr, UPDATE: tl.constexpr, PROJECT: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """C columns of every copy of M rows -> products [4, 8, M], squares of the new stream [M], of the collapsed row."""
+    dtype: tl.constexpr = stream.dtype.element_ty
+    d = chunk * C + tl.arange(0, C)[None, :]
+    at += d
+    n0 = tl.load(stream + at, mask=mask, other=0.0)
+    n1 = tl.load(stream + at + D, mask=mask, other=0.0)
+    n2 = tl.load(stream + at + 2 * D, mask=mask, other=0.0)
+    n3 = tl.load(stream + at + 3 * D, mask=mask, other=0.0)
+    if UPDATE:
+        v = tl.load(y + wide * D + d, mask=mask, other=0.0).to(tl.float32)
+    if PROJECT:
+        upper, lower = load_parts(fn, chunk, 4 * C, PARTS)
+    if UPDATE:
+        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        n0 = _mixed(v, x0, x1, x2, x3, post[0], comb[0], comb[4], comb[8], comb[12], dtype)
+        n1 = _mixed(v, x0, x1, x2, x3, post[1], comb[1], comb[5], comb[9], comb[13], dtype)
+        n2 = _mixed(v, x0, x1, x2, x3, post[2], comb[2], comb[6], comb[10], comb[14], dtype)
+        n3 = _mixed(v, x0, x1, x2, x3, post[3], comb[3], comb[7], comb[11], comb[15], dtype)
+        tl.store(out + at, n0, mask=mask)
+        tl.store(out + at + D, n1, mask=mask)
+        tl.store(out + at + 2 * D, n2, mask=mask)
+        tl.store(out + at + 3 * D, n3, mask=mask)
+    if PROJECT:
+        x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        collapsed = _weighted(tl.zeros((M, C), tl.float32), x0, x1, x2, x3, pre[0], pre[1], pre[2], pre[3]).to(dtype)
+        tl.store(u + wide * D + d, collapsed, mask=mask)
+        rounded = collapsed.to(tl.float32)
+        squares = tl.sum(tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0))), axis=1)
+        row_squares = tl.sum(rounded * rounded, axis=1)
+        products = times_parts(upper, lower, n0, n1, n2, n3, M, 4 * C, PARTS)
+    else:
+        products = tl.zeros((4, 8, M), tl.float32)
+        squares = tl.zeros((M,), tl.float32)
+        row_squares = squares
+    return products, squares, row_squares
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _advance_kernel(
-    stream, y, post, comb, pre, fn, out, u, mixes, squares, rows, chunks,
-    D: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, UPDATE: tl.constexpr,
-    PROJECT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    stream, y, post, comb, pre, fn, out, u, mixes, squares, rows,
+    D: tl.constexpr, CHUNKS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
+    UPDATE: tl.constexpr, PROJECT: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (part, tile): M rows, SPAN chunks of C columns of every copy."""
-    first = tl.program_id(0) * SPAN
-    last = tl.minimum(first + SPAN, chunks)
+    if CHAINED:
+        gdc_launch_dependents()  # the next kernel may start, and waits for this one's end
+    place = tl.program_id(0)
     row = tl.program_id(1) * M + tl.arange(0, M)
     live = row < rows
     mask = live[:, None]
-    dtype: tl.constexpr = stream.dtype.element_ty
-    wide = row.to(tl.int64)
+    wide = row.to(tl.int64)[:, None]
+    at = wide * (4 * D)
+    p = ()
+    q = ()
+    c = ()
     if PROJECT:
-        p0 = tl.load(pre + row * 4, mask=live, other=0.0)[:, None]
-        p1 = tl.load(pre + row * 4 + 1, mask=live, other=0.0)[:, None]
-        p2 = tl.load(pre + row * 4 + 2, mask=live, other=0.0)[:, None]
-        p3 = tl.load(pre + row * 4 + 3, mask=live, other=0.0)[:, None]
+        for k in tl.static_range(4):
+            p += (_of_row(pre + row * 4, k, live),)
     if UPDATE:
-        q0 = tl.load(post + row * 4, mask=live, other=0.0)
-        q1 = tl.load(post + row * 4 + 1, mask=live, other=0.0)
-        q2 = tl.load(post + row * 4 + 2, mask=live, other=0.0)
-        q3 = tl.load(post + row * 4 + 3, mask=live, other=0.0)
-        c00 = tl.load(comb + row * 16, mask=live, other=0.0)
-        c01 = tl.load(comb + row * 16 + 1, mask=live, other=0.0)
-        c02 = tl.load(comb + row * 16 + 2, mask=live, other=0.0)
-        c03 = tl.load(comb + row * 16 + 3, mask=live, other=0.0)
-        c10 = tl.load(comb + row * 16 + 4, mask=live, other=0.0)
-        c11 = tl.load(comb + row * 16 + 5, mask=live, other=0.0)
-        c12 = tl.load(comb + row * 16 + 6, mask=live, other=0.0)
-        c13 = tl.load(comb + row * 16 + 7, mask=live, other=0.0)
-        c20 = tl.load(comb + row * 16 + 8, mask=live, other=0.0)
-        c21 = tl.load(comb + row * 16 + 9, mask=live, other=0.0)
-        c22 = tl.load(comb + row * 16 + 10, mask=live, other=0.0)
-        c23 = tl.load(comb + row * 16 + 11, mask=live, other=0.0)
-        c30 = tl.load(comb + row * 16 + 12, mask=live, other=0.0)
-        c31 = tl.load(comb + row * 16 + 13, mask=live, other=0.0)
-        c32 = tl.load(comb + row * 16 + 14, mask=live, other=0.0)
-        c33 = tl.load(comb + row * 16 + 15, mask=live, other=0.0)
-    # of a group, and of the part in it that is not finished
-    group_mixes = tl.zeros((4, 8, M), tl.float32)
-    group_stream = tl.zeros((M,), tl.float32)
-    group_row = tl.zeros((M,), tl.float32)
-    for chunk in tl.range(first, last, num_stages=STAGES):
-        d = chunk * C + tl.arange(0, C)
-        at = wide[:, None] * (4 * D) + d[None, :]
-        n0 = tl.load(stream + at, mask=mask, other=0.0)
-        n1 = tl.load(stream + at + D, mask=mask, other=0.0)
-        n2 = tl.load(stream + at + 2 * D, mask=mask, other=0.0)
-        n3 = tl.load(stream + at + 3 * D, mask=mask, other=0.0)
-        if UPDATE:
-            v = tl.load(y + wide[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-            n0 = _mixed(v, x0, x1, x2, x3, q0, c00, c10, c20, c30, dtype)
-            n1 = _mixed(v, x0, x1, x2, x3, q1, c01, c11, c21, c31, dtype)
-            n2 = _mixed(v, x0, x1, x2, x3, q2, c02, c12, c22, c32, dtype)
-            n3 = _mixed(v, x0, x1, x2, x3, q3, c03, c13, c23, c33, dtype)
-            tl.store(out + at, n0, mask=mask)
-            tl.store(out + at + D, n1, mask=mask)
-            tl.store(out + at + 2 * D, n2, mask=mask)
-            tl.store(out + at + 3 * D, n3, mask=mask)
-        if PROJECT:
-            w = fn + d[None, :]
-            acc = tl.zeros((64, M), tl.float32)
-            acc = _times(w, n0, 4 * D, PARTS, acc)
-            acc = _times(w + D, n1, 4 * D, PARTS, acc)
-            acc = _times(w + 2 * D, n2, 4 * D, PARTS, acc)
-            acc = _times(w + 3 * D, n3, 4 * D, PARTS, acc)
-            x0, x1, x2, x3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-            collapsed = (p0 * x0 + p1 * x1 + p2 * x2 + p3 * x3).to(dtype)
-            tl.store(u + wide[:, None] * D + d[None, :], collapsed, mask=mask)
-            rounded = collapsed.to(tl.float32)
-            group_mixes += tl.sum(tl.reshape(acc, (4, 2, 8, M)), axis=1)
-            group_stream += tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, axis=1)
-            group_row += tl.sum(rounded * rounded, axis=1)
+        for k in tl.static_range(4):
+            q += (_of_row(post + row * 4, k, live),)
+        for k in tl.static_range(16):
+            c += (_of_row(comb + row * 16, k, live),)
+    if SPAN == 1:
+        sums, whole, collapsed = _chunk(
+            place, stream, y, fn, out, u, at, wide, mask, p, q, c, D, M, C, UPDATE, PROJECT, PARTS
+        )  # fmt: skip
+    else:
+        sums = tl.zeros((4, 8, M), tl.float32)
+        whole = tl.zeros((M,), tl.float32)
+        collapsed = tl.zeros((M,), tl.float32)
+        for chunk in tl.range(place * SPAN, tl.minimum(place * SPAN + SPAN, CHUNKS), num_stages=STAGES):
+            more, square, row_square = _chunk(
+                chunk, stream, y, fn, out, u, at, wide, mask, p, q, c, D, M, C, UPDATE, PROJECT, PARTS
+            )  # fmt: skip
+            if PROJECT:
+                sums += more
+                whole += square
+                collapsed += row_square
     if PROJECT:
-        place = tl.program_id(0).to(tl.int64) * rows
-        sums = tl.trans(tl.reshape(group_mixes, (_WIDTH, M)))
-        at = (place + row)[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
-        tl.store(mixes + at, sums, mask=mask)
-        tl.store(squares + 2 * place + row, group_stream, mask=live)
-        tl.store(squares + 2 * place + rows + row, group_row, mask=live)
+        first = place.to(tl.int64) * rows
+        to = (first + row)[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
+        tl.store(mixes + to, tl.trans(tl.reshape(sums, (_WIDTH, M))), mask=mask)
+        tl.store(squares + 2 * first + row, whole, mask=live)
+        tl.store(squares + 2 * first + rows + row, collapsed, mask=live)
 
 
 @triton.jit
@@ -194,7 +172,7 @@ def _advance(
     stream = stream.contiguous()
     project = pre is not None and fn is not None
     chunks = width // CHUNK
-    fine = rows <= MOST_FINE_ROWS
+    fine = rows <= hyper_finish.MOST_FINE_ROWS
     span = 1 if fine else PER_GROUP
     groups = triton.cdiv(chunks, PER_GROUP)
     parts = triton.cdiv(chunks, span)
@@ -210,21 +188,25 @@ def _advance(
     out = torch.empty_like(stream) if update is not None else stream
     u = stream.new_empty(rows, width) if project else stream
     y, post, comb = update if update is not None else (stream, sums.squares, sums.squares)
+    tile, warps, stages = FINE if fine else COARSE
     launch(
         _advance_kernel,
-        (parts, triton.cdiv(rows, TILE)),
+        (parts, triton.cdiv(rows, tile)),
         *(stream, y.contiguous(), post.contiguous(), comb.contiguous()),
         *(pre.contiguous() if pre is not None else post, fn if fn is not None else stream),
-        *(out, u, sums.mixes, sums.squares, rows, chunks),
+        *(out, u, sums.mixes, sums.squares, rows),
         D=width,
-        M=TILE,
+        CHUNKS=chunks,
+        M=tile,
         C=CHUNK,
         SPAN=span,
         UPDATE=update is not None,
         PROJECT=project,
-        PARTS=SPLIT,
-        STAGES=1 if fine else STAGES,
-        num_warps=WARPS,
+        PARTS=hyper_parts.SPLIT,
+        STAGES=stages,
+        CHAINED=fine and project and not INTERPRET.value,
+        num_warps=warps,
+        enable_fp_fusion=False,  # see `_weighted`
     )
     return out, u, sums
 
@@ -249,15 +231,15 @@ def _step(
 
 def hyper_step(stream: Tensor, update: tuple[Tensor, Tensor, Tensor] | None, pre: Tensor, w: HyperWeights) -> Step:
     """stream bf16 [N, 4, D], D a multiple of 64; update None or (y bf16 [N, D], post float32 [N, 4], comb float32
-    [N, 4, 4]); pre float32 [N, 4] -> stream, x bf16 [N, D], pre, post, comb. Two launches. Mixes are within about 1e-6
-    of float64's."""
+    [N, 4, 4]); pre float32 [N, 4] -> stream, x bf16 [N, D], pre, post, comb. Two launches up to 512 rows, else three.
+    The mixes' error is `hyper_parts.SPLIT`'s."""
     return _step(stream, update, pre, w, quantize=False)[0]
 
 
 def hyper_step_quantized(
     stream: Tensor, update: tuple[Tensor, Tensor, Tensor] | None, pre: Tensor, w: HyperWeights
 ) -> tuple[Step, Fp8Rows]:
-    """`hyper_step`, and Q8 of x folded to one scale per row, in the same two launches."""
+    """`hyper_step`, and Q8 of x folded to one scale per row, in the same launches."""
     step, folded = _step(stream, update, pre, w, quantize=True)
     assert folded is not None
     return step, folded

@@ -9,15 +9,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from deepinfer.kernels.reference.quant import FP8_GROUP
 from deepinfer.kernels.triton.quantize import Fp8Rows, fold_tile
-from deepinfer.kernels.triton.runtime import launch
+from deepinfer.kernels.triton.runtime import INTERPRET, launch
 
 WIDTH = 32  # columns of a partial sum: the 24 mixes of four copies, padded
 _WIDTH = tl.constexpr(WIDTH)
 _FP8_GROUP = tl.constexpr(FP8_GROUP)
-COEFFICIENT_ROWS = 16  # of one program: 8 threads a row, which all hold its sixteen numbers
+WARPS = 8
+COEFFICIENT_ROWS = (
+    4  # of one program where few rows wait for it: two warps a row, whose lanes all hold its sixteen numbers
+)
+MANY_COEFFICIENT_ROWS = 32  # with four warps, eight lanes a row: an eighth of the instructions
+BOTH, COEFFICIENTS_ONLY, ROWS_ONLY = 0, 1, 2  # what a launch does
+_BOTH, _COEFFICIENTS_ONLY, _ROWS_ONLY = tl.constexpr(BOTH), tl.constexpr(COEFFICIENTS_ONLY), tl.constexpr(ROWS_ONLY)
+# Up to here parts of columns leave the pass over the stream, so that all multiprocessors work on it, and one launch
+# finishes, started while that runs; above it is groups, and two launches with registers for one thing each.
+MOST_FINE_ROWS = 512
 
 
 class Partials(NamedTuple):
@@ -37,15 +47,23 @@ class Coefficients(NamedTuple):
 
 
 @triton.jit
-def _ordered_sum(pointers, mask, zero, stride, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr):
-    """zero: of the shape of the pointers."""
-    total = zero
-    for group in tl.static_range(GROUPS):
-        part = zero
-        for place in tl.static_range(PER_GROUP):
-            part += tl.load(pointers + (group * PER_GROUP + place) * stride, mask=mask, other=0.0)
-        total += part
-    return total
+def _added_parts(pointers, mask, stride, LANES: tl.constexpr, PER_GROUP: tl.constexpr, X: tl.constexpr):
+    """pointers [LANES, X] to the first part of every group; the next one is `stride` further -> sums [X].
+
+    Groups are added in pairs of halves: two terms have one sum in any layout of threads, unlike eight.
+    """
+    part = tl.load(pointers, mask=mask, other=0.0)
+    for place in tl.static_range(1, PER_GROUP):
+        part += tl.load(pointers + place * stride, mask=mask, other=0.0)
+    if LANES >= 16:
+        part = tl.sum(tl.reshape(part, (2, 8, X)), axis=0)
+    if LANES >= 8:
+        part = tl.sum(tl.reshape(part, (2, 4, X)), axis=0)
+    if LANES >= 4:
+        part = tl.sum(tl.reshape(part, (2, 2, X)), axis=0)
+    if LANES >= 2:
+        part = tl.sum(tl.reshape(part, (2, 1, X)), axis=0)
+    return tl.reshape(part, (X,))
 
 
 @triton.jit
@@ -56,17 +74,25 @@ def _column(mixes, columns, k, scale, base):
 
 
 @triton.jit
+def _reciprocal(x):
+    """1 / x within a unit in the last place: one instruction of the chain of forty where a division takes nine."""
+    if INTERPRET:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _softmax(a, b, c, d, eps):
     most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most)
-    r = 1.0 / ((a + b) + (c + d))
+    r = _reciprocal((a + b) + (c + d))
     return a * r + eps, b * r + eps, c * r + eps, d * r + eps
 
 
 @triton.jit
 def _share(a, b, c, d, eps):
     """Four numbers over their sum."""
-    r = 1.0 / (((a + b) + (c + d)) + eps)
+    r = _reciprocal(((a + b) + (c + d)) + eps)
     return a * r, b * r, c * r, d * r
 
 
@@ -93,14 +119,21 @@ def _rows(m, eps):
 @triton.jit
 def _coefficients(
     block, mixes, squares, scale, base, pre, post, comb, rows, eps, norm_eps,
-    D: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, ITERATIONS: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PER_GROUP: tl.constexpr, ITERATIONS: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     row = block * R + tl.arange(0, R)
     live = row < rows
     columns = tl.arange(0, _WIDTH)
-    at = row[:, None] * _WIDTH + columns[None, :]
-    sums = _ordered_sum(mixes + at, live[:, None], tl.zeros((R, _WIDTH), tl.float32), rows * _WIDTH, GROUPS, PER_GROUP)
-    square = _ordered_sum(squares + row, live, tl.zeros((R,), tl.float32), 2 * rows, GROUPS, PER_GROUP)
+    group = tl.arange(0, LANES)[:, None]
+    slot = (group * PER_GROUP).to(tl.int64) * rows  # of a group's first part, in rows
+    place = tl.arange(0, R * _WIDTH)[None, :]
+    at = (slot + block * R) * _WIDTH + place
+    there = (group < GROUPS) & (block * R + place // _WIDTH < rows)
+    sums = _added_parts(mixes + at, there, rows.to(tl.int64) * _WIDTH, LANES, PER_GROUP, R * _WIDTH)
+    sums = tl.reshape(sums, (R, _WIDTH))
+    there = (group < GROUPS) & live[None, :]
+    square = _added_parts(squares + 2 * slot + row[None, :], there, rows.to(tl.int64) * 2, LANES, PER_GROUP, R)
     sums = sums * tl.rsqrt(square / (4 * D) + norm_eps)[:, None]
     for k in tl.static_range(4):
         tl.store(pre + row * 4 + k, tl.sigmoid(_column(sums, columns, k, scale, base)) + eps, mask=live)
@@ -124,9 +157,12 @@ def _coefficients(
 @triton.jit
 def _norm_row(
     row, squares, u, norm, x, codes, code_scale, rows, norm_eps,
-    D: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, TILES: tl.constexpr, QUANTIZE: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PER_GROUP: tl.constexpr, TILES: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    square = _ordered_sum(squares + rows + row, row < rows, 0.0, 2 * rows, GROUPS, PER_GROUP)
+    group = tl.arange(0, LANES)[:, None]
+    at = 2 * (group * PER_GROUP).to(tl.int64) * rows + rows + row + tl.arange(0, 1)[None, :]
+    square = tl.sum(_added_parts(squares + at, group < GROUPS, rows.to(tl.int64) * 2, LANES, PER_GROUP, 1), axis=0)
     factor = tl.rsqrt(square / D + norm_eps)
     at = tl.arange(0, TILES)[:, None] * _FP8_GROUP + tl.arange(0, _FP8_GROUP)[None, :]
     inside = at < D
@@ -141,23 +177,26 @@ def _norm_row(
         tl.store(code_scale + row, top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _finish_kernel(
     mixes, squares, u, scale, base, norm, x, codes, code_scale, pre, post, comb, rows, eps, norm_eps,
-    D: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, ITERATIONS: tl.constexpr,
-    R: tl.constexpr, TILES: tl.constexpr, QUANTIZE: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PER_GROUP: tl.constexpr, ITERATIONS: tl.constexpr,
+    R: tl.constexpr, TILES: tl.constexpr, QUANTIZE: tl.constexpr, ROLE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    blocks = tl.cdiv(rows, R)
-    if program < blocks:  # first, because a chain of 2 x 20 sums and divisions takes longest
+    blocks = tl.cdiv(rows, R) if ROLE != _ROWS_ONLY else 0
+    if CHAINED:
+        gdc_wait()  # started early: what the kernel before writes is there from here on
+    if ROLE == _COEFFICIENTS_ONLY or (ROLE == _BOTH and program < blocks):
+        # first, because a chain of 2 x 20 sums and divisions takes longest
         _coefficients(
             program, mixes, squares, scale, base, pre, post, comb, rows, eps, norm_eps,
-            D, GROUPS, PER_GROUP, ITERATIONS, R,
+            D, GROUPS, LANES, PER_GROUP, ITERATIONS, R,
         )  # fmt: skip
     else:
         _norm_row(
             program - blocks, squares, u, norm, x, codes, code_scale, rows, norm_eps,
-            D, GROUPS, PER_GROUP, TILES, QUANTIZE,
+            D, GROUPS, LANES, PER_GROUP, TILES, QUANTIZE,
         )  # fmt: skip
 
 
@@ -183,19 +222,34 @@ def finish(
     found = Coefficients(
         *(new(rows, *shape, dtype=torch.float32) for shape in ((4,), (4,), (4, 4))),
     )
-    launch(
-        _finish_kernel,
-        (triton.cdiv(rows, COEFFICIENT_ROWS) + rows if rows else 0,),
-        *(parts.mixes, parts.squares, u, scale, base, norm, x),
-        *(folded if folded is not None else (x, scale)),
-        *(*found, rows, eps, norm_eps),
-        D=width,
-        GROUPS=parts.groups,
-        PER_GROUP=parts.per_group,
-        ITERATIONS=iterations,
-        R=COEFFICIENT_ROWS,
-        TILES=triton.next_power_of_2(width // FP8_GROUP),
-        QUANTIZE=quantize,
-        num_warps=4,
-    )
+    together = rows <= MOST_FINE_ROWS
+    blocks = triton.cdiv(rows, COEFFICIENT_ROWS if together else MANY_COEFFICIENT_ROWS)
+    for role, programs in (
+        ((BOTH, blocks + rows if rows else 0),)
+        if together
+        else (
+            (COEFFICIENTS_ONLY, blocks),
+            (ROWS_ONLY, rows),
+        )
+    ):
+        launch(
+            _finish_kernel,
+            (programs,),
+            *(parts.mixes, parts.squares, u, scale, base, norm, x),
+            *(folded if folded is not None else (x, scale)),
+            *(*found, rows, eps, norm_eps),
+            D=width,
+            GROUPS=parts.groups,
+            LANES=triton.next_power_of_2(parts.groups),
+            PER_GROUP=parts.per_group,
+            ITERATIONS=iterations,
+            R=COEFFICIENT_ROWS if together else MANY_COEFFICIENT_ROWS,
+            TILES=triton.next_power_of_2(width // FP8_GROUP),
+            QUANTIZE=quantize,
+            ROLE=role,
+            CHAINED=together and not INTERPRET.value,
+            num_warps=4 if role == COEFFICIENTS_ONLY else WARPS,
+            enable_fp_fusion=False,  # the same bits from every compilation
+            **({"launch_pdl": True} if together and not INTERPRET.value else {}),
+        )
     return x, folded, found
