@@ -152,9 +152,10 @@ def draw_truncated(
     parameters = (laws.temperature, laws.top_k, laws.top_p, laws.log_min_p)
     common = {"MASKED": masks is not None, "PIECES": triton.next_power_of_2(pieces)}
     grid, tail = (pieces, rows), (stride, vocab, pieces, words)
+    half = tiles | {"STRIP": tiles["STRIP"] // 2}  # eight sums a lane: 56 registers, not 96
     launch(
         _levels_kernel, grid, logits, *constraints, laws.slots, *parameters, keys, ids, levels, *tail, **common,
-        **tiles, LEVELS=LEVELS,
+        **half, LEVELS=LEVELS,
     )  # fmt: skip
     launch(
         _collect_kernel, grid, logits, *constraints, laws.slots, *parameters, keys, ids, levels, counts, listed_t,
