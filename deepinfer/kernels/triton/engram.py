@@ -175,7 +175,7 @@ def _inject_kernel(
         k = tl.load(kv + token * (5 * D) + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         w = tl.load(weight + at, mask=inside, other=0.0, eviction_policy="evict_last")
         x = kept.to(tl.float32)
-        tiles += (kept,)
+        tiles += (kept,)  # type: ignore[assignment]
         # a thread's own eight first: three sums take 6 registers instead of 48
         squares += tl.sum(tl.reshape(x * x, (4, C // 8, 8)), axis=2)
         key_squares += tl.sum(tl.reshape(k * k, (4, C // 8, 8)), axis=2)

@@ -113,12 +113,12 @@ def _advance_kernel(
     c = ()
     if PROJECT:
         for k in tl.static_range(4):
-            p += (_of_row(pre + row * 4, k, live),)
+            p += (_of_row(pre + row * 4, k, live),)  # type: ignore[assignment]
     if UPDATE:
         for k in tl.static_range(4):
-            q += (_of_row(post + row * 4, k, live),)
+            q += (_of_row(post + row * 4, k, live),)  # type: ignore[assignment]
         for k in tl.static_range(16):
-            c += (_of_row(comb + row * 16, k, live),)
+            c += (_of_row(comb + row * 16, k, live),)  # type: ignore[assignment]
     if SPAN == 1:
         sums, whole, collapsed = _chunk(
             place, stream, y, fn, out, u, at, wide, mask, p, q, c, D, M, C, UPDATE, PROJECT, PARTS
