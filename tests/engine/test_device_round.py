@@ -162,10 +162,9 @@ def test_rounds_with_drafts_bring_the_runners_tokens_counts_and_survivals() -> N
         ([3, 3, 3], 0, True),
         ([3, 2, 3], 100, False),
         ([3, 3, 3], None, True),
-        ([2, 3, 3], 7, True),
     ):
         tokens += twins.step([2, 0, 1], caps, budget, propose, rows)
-    assert tokens > 30  # drafts were accepted
+    assert tokens > 24  # drafts were accepted
 
 
 def test_a_greedy_batch_with_drafts_takes_the_short_way_to_the_same_tokens() -> None:
