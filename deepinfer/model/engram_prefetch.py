@@ -54,8 +54,10 @@ def table_arrays(table: EngramTable) -> tuple[Bytes, Bytes]:
 
 
 def choose_placement(tables: Mapping[int, EngramTable]) -> Placement:
-    """ "pinned" where all tables fit into `MOST_OF_MEMORY` of the memory that is available now."""
-    size = sum(part.nbytes for table in tables.values() for part in table_arrays(table))
+    """Pinned where a copy of all that is mapped from files fits into `MOST_OF_MEMORY` of the memory that is available
+    now; tables that are in memory already are locked where they are."""
+    parts = [part for table in tables.values() for part in table_arrays(table)]
+    size = sum(part.nbytes for part in parts if not part.flags.writeable)
     return "pinned" if size <= MOST_OF_MEMORY * available_bytes() else "mapped"
 
 

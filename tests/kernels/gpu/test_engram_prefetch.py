@@ -130,6 +130,9 @@ def test_tables_larger_than_memory_stay_mapped(tables: dict[int, EngramTable], m
     size = sum(part.nbytes for table in tables.values() for part in (table._codes, table._scales))
     monkeypatch.setattr("deepinfer.model.engram_prefetch.available_bytes", lambda: int(size / 0.81))
     assert choose_placement(tables) == "mapped"
+    for table in tables.values():  # in memory already: nothing is to be copied
+        table._codes, table._scales = table._codes.copy(), table._scales.copy()
+    assert choose_placement(tables) == "pinned"
 
 
 @pytest.mark.gpu
