@@ -20,10 +20,13 @@ def markov_chain(
     """Drafts: anchors int64 [R], embed [V, rank], head [V, rank], logits float32 [R, k, V] without what the token
     before adds -> int64 [R, k], and the embeddings of the tokens before them, float32 [R, k, rank].
 
-    Greedy ones, or on a GPU by `laws` (`triton.sampling_rows.RowLaws`); elsewhere those are not looked at."""
+    Greedy ones, or on a GPU by `laws` (`triton.sampling_rows.RowLaws`) where rank is a power of two; elsewhere they are
+    greedy all the same, which costs drafts and never changes a token."""
     if isinstance(head, PackedWeight) and embed.dtype == torch.bfloat16 and cpu_twins(logits.device, logits.dtype):
         return cpu.markov_chain(anchors, embed, head.packed, logits)
-    if is_bfloat16(head) and embed.dtype == torch.bfloat16 and gpu_twins(logits.device, torch.bfloat16):
+    rank = embed.shape[1]
+    served = embed.dtype == torch.bfloat16 and rank >= 16 and rank & (rank - 1) == 0
+    if served and is_bfloat16(head) and gpu_twins(logits.device, torch.bfloat16):
         return gpu().markov_chain(anchors, embed, head.values, logits, laws)
     return markov.markov_chain(anchors, embed, head.dense(), logits)
 
