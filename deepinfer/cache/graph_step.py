@@ -19,6 +19,7 @@ from deepinfer.cache.blocks import BLOCK_TOKENS
 from deepinfer.cache.records import WindowRings
 from deepinfer.cache.step import Segment, StepStore, crossings, paged_keys
 from deepinfer.kernels import select
+from deepinfer.kernels.streams import Event
 from deepinfer.model.batch import Batch
 from deepinfer.model.state import Rounding
 
@@ -47,7 +48,7 @@ class StepRows:
         self.token_ids, self.positions, self.slots, self.row_starts, self.floors = columns
         self.chunk_slots = self._device[_COLUMNS * rows : _COLUMNS * rows + chunks]
         self.chunk_rows = self._device[_COLUMNS * rows + chunks :]
-        self._copied = torch.cuda.Event() if pinned else None
+        self._copied = Event() if pinned else None
         self.slots.fill_(null_slot)
         self.chunk_slots.fill_(null_slot)
 

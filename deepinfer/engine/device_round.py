@@ -28,6 +28,7 @@ from torch import Tensor
 
 from deepinfer.engine.plan import StepResult
 from deepinfer.engine.sampling_state import CHANGED, DRAWN, LISTED, RESIDUAL, TRUNCATED, SamplingState
+from deepinfer.kernels.streams import Event
 from deepinfer.kernels.triton.round_rows import Rows, fill_rows
 from deepinfer.kernels.triton.sampling import sample
 from deepinfer.kernels.triton.sampling_rows import RowLaws
@@ -121,7 +122,7 @@ class Round(NamedTuple):
 class PendingResult:
     """A round's report on its way to the host."""
 
-    def __init__(self, report: Report, draws: int, event: torch.cuda.Event | None, drafted: bool, asked: bool) -> None:
+    def __init__(self, report: Report, draws: int, event: Event | None, drafted: bool, asked: bool) -> None:
         self._report, self._draws, self._event, self._drafted, self._asked = report, draws, event, drafted, asked
 
     def result(self) -> StepResult:
@@ -164,7 +165,7 @@ class DeviceRound:
         self._orders: dict[int, Tensor] = {}  # int64 [1 + 2 * chunks] on the device, by number of chunks
         self._reports: dict[int, Report] = {}
         self._hosts: dict[int, list[tuple[Tensor, Report]]] = {}  # page-locked: an order and a report, by turns
-        self._events: dict[int, list[torch.cuda.Event | None]] = {}
+        self._events: dict[int, list[Event | None]] = {}
         self._number = 0
 
     def run(self, order: Round, rows: Rows, forward: Callable[[], Tensor]) -> PendingResult:
@@ -205,7 +206,7 @@ class DeviceRound:
         report.buffer.copy_(self._reports[chunks].buffer, non_blocking=True)
         event = None
         if report.buffer.is_pinned():
-            event = torch.cuda.Event()
+            event = Event()
             event.record()
             self._events[chunks][turn] = event
         drafted = self.drafts > 0

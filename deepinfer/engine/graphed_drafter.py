@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.engine.device_round import DraftsOfRound
-from deepinfer.engine.graphs import CAPTURE_MODE, COUNTS
+from deepinfer.engine.graphs import COUNTS
 from deepinfer.engine.rounds import RoundDraftModel
+from deepinfer.kernels.streams import Graph, record
 from deepinfer.kernels.triton.sampling_rows import RowLaws
 from deepinfer.speculation.propose import Drafter, DraftLaw, Proposal, Rule
 
@@ -37,16 +38,12 @@ class PaddedDraft:
         self._seeds = torch.zeros(3, count, dtype=torch.int64, device=device)  # top-k, and the seeds' two words
         rows = torch.arange(count, device=device)
         self._laws = RowLaws(rows, lengths, self._heat, self._seeds[0], share, floor, self._seeds[1], self._seeds[2])
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Graph | None = None
         self._drafts: DraftsOfRound | None = None
 
     def capture(self, memory_pool: Any) -> None:
         self._pass()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode=CAPTURE_MODE):
-            self._drafts = self._pass()
-        self._graph = graph
+        self._graph, self._drafts = record(self._pass, memory_pool)
 
     def run(self, slots: Whole, lengths: Whole, anchors: Tensor, law: DraftLaw) -> Proposal:
         """As `Drafter.propose`; lengths int64 [R]: where the anchors stand. Good until the next pass."""

@@ -16,6 +16,8 @@ from tqdm import tqdm
 
 from deepinfer.cache.graph_step import GraphView, StepRows, begin_rows, commit_rows
 from deepinfer.cache.storage import CacheStorage
+from deepinfer.kernels.device import free_memory
+from deepinfer.kernels.streams import Graph, OutOfMemory, new_memory_pool, record
 from deepinfer.model.batch import Batch
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 # Sequences. Few rows cost what their experts' weights cost, and rows of padding all ask the same experts: counts that
 # are a half apart lose little.
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-CAPTURE_MODE = "thread_local"  # other threads may use the device meanwhile
 MOST_ROWS = COUNTS[-1]  # beyond, a step is long enough to hide its launches
 
 
@@ -46,7 +47,7 @@ class PaddedStep:
         chunks = min(size, storage.max_num_seqs) if chunks is None else chunks
         self.rows = StepRows(size, chunks, storage.null_slot, storage.device)
         self._model, self._storage, self._longest = model, storage, longest
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Graph | None = None
         self._logits: Tensor | None = None
         self._recalled: Memories | None = None  # buffers of what the host's Engram tables hold, read by the graph
         self._pool = storage.windows.pool
@@ -55,11 +56,7 @@ class PaddedStep:
         """Record the pass, after one that compiles and allocates what is made at first use. Rows are all of nobody."""
         self._recalled = self._recall()
         self._pass()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode=CAPTURE_MODE):
-            self._logits = self._pass()
-        self._graph = graph
+        self._graph, self._logits = record(self._pass, memory_pool)
 
     def run(self, batch: Batch) -> Tensor:
         """A step that `rows` holds -> logits float32 [its rows, vocab], good until the next step. ValueError: as
@@ -125,18 +122,18 @@ class GraphedModel:
     def capture(self, *, progress: bool = False) -> int:
         """Record all graphs, the largest first, so that the smaller ones fit into the memory that it left -> bytes that
         they took. RuntimeError naming what to lower where memory does not suffice. Nothing may be in the cache."""
-        before, _ = torch.cuda.mem_get_info(self.device)
-        self.memory_pool = torch.cuda.graph_pool_handle()
+        before, _ = free_memory(self.device)
+        self.memory_pool = new_memory_pool()
         with torch.inference_mode(), tqdm(self._steps, desc="Capturing graphs", disable=not progress) as bar:
             for step in bar:
                 try:
                     step.capture(self.memory_pool)
-                except torch.cuda.OutOfMemoryError as error:
+                except OutOfMemory as error:
                     raise RuntimeError(
                         f"out of memory while the graph for {step.rows.rows} rows was captured: lower "
                         f"gpu_memory_utilization, num_blocks or max_num_seqs"
                     ) from error
-        after, _ = torch.cuda.mem_get_info(self.device)
+        after, _ = free_memory(self.device)
         return before - after
 
     def step_for(self, rows: int, chunks: int) -> PaddedStep | None:
@@ -150,7 +147,7 @@ class GraphedModel:
         fitting = [step for step in self._steps if step.rows.holds(batch)]
         try:
             return fitting[-1].run(batch) if fitting else self._model.forward(batch, storage)
-        except torch.cuda.OutOfMemoryError as error:
+        except OutOfMemory as error:
             raise RuntimeError(
                 f"out of memory in a step of {batch.num_rows} tokens: lower max_num_batched_tokens, or "
                 f"gpu_memory_utilization so that the cache leaves more"

@@ -7,21 +7,22 @@ other plan takes that path, and the slots come back with their next plan of deco
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from deepinfer.cache.draft_window import PaddedDraftWindow
 from deepinfer.cache.graph_step import commit_rows
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.engine.device_round import DeviceRound, DraftsOfRound, Round, RoundColumns, serves
-from deepinfer.engine.graphs import CAPTURE_MODE, GraphedModel, PaddedStep
+from deepinfer.engine.graphs import GraphedModel, PaddedStep
 from deepinfer.engine.plan import StepPlan, StepResult
 from deepinfer.engine.sampling_state import SamplingState
 from deepinfer.kernels import select
+from deepinfer.kernels.streams import Graph, record
 from deepinfer.kernels.triton.sampling_rows import RowLaws
 from deepinfer.model.batch import Batch
 from deepinfer.model.draft_model import DraftModel
@@ -74,7 +75,7 @@ class Rounds:
             self._columns, tokens, max_model_len=max_model_len, drafter=drafter, calibration=calibration
         )
         self._inside = np.zeros(slots, np.bool_)  # whose columns are up to date
-        self._finishes: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}  # by rows of the step
+        self._finishes: dict[tuple[int, Variant], Graph] = {}  # by rows of the step
 
     def leave(self, slots: Whole | list[int]) -> None:
         """Something else than a round changes these slots."""
@@ -136,7 +137,7 @@ class Rounds:
         drawn, truncated, propose = variant
         self._rounds.finish(rows, logits, drawn=drawn, truncated=truncated, propose=propose)
 
-    def _finish(self, step: PaddedStep, variant: Variant) -> torch.cuda.CUDAGraph:
+    def _finish(self, step: PaddedStep, variant: Variant) -> Graph:
         """The graph of what follows the pass, recorded when it is first asked for: over rows of nobody."""
         key = step.rows.rows, variant
         if key not in self._finishes:
@@ -145,9 +146,6 @@ class Rounds:
             self._rounds.fill(step.rows)
             logits = step.play()
             self._finish_eagerly(step.rows, logits, variant)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._forward.memory_pool, capture_error_mode=CAPTURE_MODE):
-                self._finish_eagerly(step.rows, logits, variant)
-            self._finishes[key] = graph
+            work = partial(self._finish_eagerly, step.rows, logits, variant)
+            self._finishes[key], _ = record(work, self._forward.memory_pool)
         return self._finishes[key]

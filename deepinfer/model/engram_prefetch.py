@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.streams import Event, beside, follow, keep_for_current_stream, mark, new_stream, wait
 from deepinfer.kernels.triton.engram import NAN, OUTSIDE, empty_rows, fold_table_rows
 from deepinfer.kernels.triton.quantize import Fp8Rows
 from deepinfer.model.engram_table import EngramTable
@@ -36,7 +36,7 @@ class _Folded:
     """One layer's rows of one step, made on the other stream. ids: kept while that reads them."""
 
     rows: Fp8Rows
-    ready: torch.cuda.Event | None
+    ready: Event | None
     ids: Tensor
 
 
@@ -45,7 +45,7 @@ class _Gathered:
     """One layer's raw rows of one step, on their way to the device: codes and scales."""
 
     tokens: int
-    copied: Future[tuple[list[Tensor], torch.cuda.Event | None]]
+    copied: Future[tuple[list[Tensor], Event | None]]
 
 
 def table_arrays(table: EngramTable) -> tuple[Bytes, Bytes]:
@@ -95,7 +95,7 @@ class EngramPrefetch:
         # Page-locked, so that kernels write it and the host reads it without asking the device.
         self._problems = {layer: torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu) for layer in self.tables}
         self._pending: dict[int, deque[_Folded | _Gathered]] = {layer: deque() for layer in self.tables}
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._stream = new_stream(device)
         self._threads: ThreadPoolExecutor | None = None
         self._conductor: ThreadPoolExecutor | None = None
         if self.placement == "mapped":
@@ -116,9 +116,8 @@ class EngramPrefetch:
             return
         ids = {layer: rows.to(self.device, non_blocking=True) for layer, rows in ids.items()}
         made = {layer: empty_rows(len(rows), self._width(layer), self.device) for layer, rows in ids.items()}
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        follow(self._stream)
+        with beside(self._stream):
             for layer, rows in ids.items():
                 self._fold(layer, *self._pinned[layer], rows, made[layer])
                 self._pending[layer].append(_Folded(made[layer], self._event(), rows))
@@ -130,13 +129,13 @@ class EngramPrefetch:
             raise RuntimeError(f"rows of Engram layer {layer} are taken before `start` was told which")
         pending = self._pending[layer].popleft()
         if isinstance(pending, _Folded):
-            self._wait(pending.ready)
+            wait(pending.ready)
             return pending.rows
         parts, copied = pending.copied.result()
-        self._wait(copied)
+        wait(copied)
         if copied is not None:
             for part in parts:  # allocated on the other stream, read and freed on this one
-                part.record_stream(torch.cuda.current_stream(self.device))
+                keep_for_current_stream(part)
         rows = empty_rows(pending.tokens, self._width(layer), self.device)
         self._fold(layer, parts[0], parts[1], None, rows)
         return rows
@@ -181,16 +180,8 @@ class EngramPrefetch:
     def _width(self, layer: int) -> int:
         return self.columns * self.tables[layer].head_dim
 
-    def _event(self) -> torch.cuda.Event | None:
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def _wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+    def _event(self) -> Event | None:
+        return None if self._stream is None else mark(self._stream)
 
     def _fold(self, layer: int, codes: Tensor, scales: Tensor, ids: Tensor | None, out: Fp8Rows) -> None:
         fold_table_rows(codes, scales, ids, self._problems[layer], columns=self.columns, out=out)
@@ -222,9 +213,9 @@ class EngramPrefetch:
             # numpy lets other threads run meanwhile, and does not complain of read-only memory
             np.take(part, ids[piece].numpy(), axis=0, out=buffer[piece].numpy(), mode="clip")
 
-    def _copy(self, pieces: list[Future[None]], buffers: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def _copy(self, pieces: list[Future[None]], buffers: list[Tensor]) -> tuple[list[Tensor], Event | None]:
         """In a thread of its own: what was gathered goes to the device."""
         for piece in pieces:
             piece.result()
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with beside(self._stream):
             return [buffer.to(self.device, non_blocking=True) for buffer in buffers], self._event()

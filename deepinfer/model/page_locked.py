@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.streams import page_lock
+
 Bytes = npt.NDArray[np.uint8]
 
 COPY_THREADS = 8
@@ -35,14 +37,12 @@ class PageLocked:
     def __init__(self, source: Bytes) -> None:
         """source: contiguous. RuntimeError where the system refuses to lock so much."""
         self.tensor: Tensor = torch.from_numpy(source if source.flags.writeable else _copied(source))
-        code = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.nbytes, 0)
-        if int(code) != 0:
-            raise RuntimeError(
-                f"{self.tensor.nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {int(code)})"
-                "; keep the Engram tables mapped instead"
-            )
+        try:
+            unlock = page_lock(self.tensor)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; keep the Engram tables mapped instead") from None
         # Also where nobody closes it: memory that is freed while it is locked cannot be locked again.
-        self._unlock = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.tensor.data_ptr())
+        self._unlock = weakref.finalize(self, unlock)
 
     def close(self) -> None:
         """Unlock, if that was not done. Nothing on the device may read it any more."""
