@@ -29,7 +29,7 @@ from deepinfer.model.parameters import WeightSource
 from deepinfer.model.state import CacheView, ModelCache, Rotations, StepBatch, StepState, Trace
 from deepinfer.model.taps import Taps
 
-Memories = dict[int, Any]  # by layer; see TableRows.take
+Memories = dict[int, Any]  # by layer; see TableRows
 
 
 class DeepseekV41:
@@ -87,20 +87,19 @@ class DeepseekV41:
 
     def recall(self, view: CacheView) -> Memories:
         """What the Engram tables hold for the rows of a step, by layer. Once a step: the view remembers the tokens."""
-        self.tables.start(self._engram_rows(view, None))
-        return {layer: self.tables.take(layer) for layer in self._engrams}
+        take = self.tables.start(self._engram_rows(view, None))
+        return {layer: take(layer) for layer in self._engrams}
 
     def _hidden(self, batch: StepBatch, state: StepState, memories: Memories | None) -> Tensor:
         """Final normalised hidden states [N, D]: of the kept rows where the step narrows."""
         embedded = F.embedding(batch.token_ids, self.embed).to(self.numerics.dtype)
         stream, pre = first_stream(embedded, self.config.hc_mult)
-        if memories is None:
-            self.tables.start(self._engram_rows(state.view, state))
+        take = self.tables.start(self._engram_rows(state.view, state)) if memories is None else memories.__getitem__
         selection, update = Selection(), None
         for block in self.blocks:
             layer, memory = block.layer, None
             if layer in self._engrams:
-                memory = self.tables.take(layer) if memories is None else memories[layer]
+                memory = take(layer)
             stream, pre, update = block(stream, pre, memory, state, selection, update)
             if not len(stream):  # no row of this step goes past the last KV source
                 return stream[:, 0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 from deepinfer.kernels import select
 from deepinfer.model.config import ConfigError, ModelConfig
 from deepinfer.model.parameters import EngramRows, WeightSource
+
+if TYPE_CHECKING:
+    from deepinfer.model.engram_prefetch import EngramPrefetch
 
 _SEED_STEP = 10007  # the release seeds layer L's multipliers with 10007 * L
 _KEPT_SPACE = "\ue000"  # private-use stand-in that protects a string of exactly one space from strip
@@ -90,39 +93,53 @@ class NgramHash:
 
 
 class TableRows(Protocol):
-    """Rows of the Engram tables for a step's tokens; `engram_prefetch.EngramPrefetch` has them on a GPU.
-
-    `start` names them, [N, columns] int64 of every Engram layer; then each layer takes its own, once.
-    """
+    """Rows of the Engram tables for the tokens of a step."""
 
     @property
     def capturable(self) -> bool:
-        """Whether both may stand in a CUDA graph."""
+        """Whether they may be read in a CUDA graph."""
         ...
 
-    def start(self, ids: Mapping[int, Tensor]) -> None: ...
-    def take(self, layer: int) -> Any: ...
+    def start(self, ids: Mapping[int, Tensor]) -> Callable[[int], Any]:
+        """Row numbers int64 [N, columns] of every Engram layer -> what gives a layer its rows, once."""
+        ...
+
     def check(self) -> None:
         """Raises what was wrong with rows that were read up to now, if that was not said at once."""
+        ...
 
 
 class ReadTables:
-    """Rows are read when a layer takes them -> [N, columns * head_dim] in the model's dtype."""
+    """Rows are read when a layer takes them -> [N, columns * head_dim] in the model's dtype. Several threads may."""
 
     capturable = False
 
     def __init__(self, tables: Mapping[int, EngramRows], device: torch.device, dtype: torch.dtype) -> None:
         self._tables, self._device, self._dtype = tables, device, dtype
-        self._ids: Mapping[int, Tensor] = {}
 
-    def start(self, ids: Mapping[int, Tensor]) -> None:
-        self._ids = ids
-
-    def take(self, layer: int) -> Tensor:
-        return self._tables[layer].rows(self._ids[layer]).to(self._device, self._dtype).flatten(1)
+    def start(self, ids: Mapping[int, Tensor]) -> Callable[[int], Tensor]:
+        return lambda layer: self._tables[layer].rows(ids[layer]).to(self._device, self._dtype).flatten(1)
 
     def check(self) -> None:
         """Nothing is left to say."""
+
+
+class PrefetchedTables:
+    """Rows are on their way to the GPU from `start` on, and come folded to FP8. One step at a time."""
+
+    def __init__(self, prefetch: EngramPrefetch) -> None:
+        self.prefetch = prefetch
+
+    @property
+    def capturable(self) -> bool:
+        return self.prefetch.capturable
+
+    def start(self, ids: Mapping[int, Tensor]) -> Callable[[int], Any]:
+        self.prefetch.start(ids)
+        return self.prefetch.take
+
+    def check(self) -> None:
+        self.prefetch.check()
 
 
 def table_rows(engrams: Mapping[int, Engram], columns: int, device: torch.device, dtype: torch.dtype) -> TableRows:
@@ -133,7 +150,7 @@ def table_rows(engrams: Mapping[int, Engram], columns: int, device: torch.device
         from deepinfer.model.engram_table import EngramTable
 
         mapped = {layer: table for layer, table in tables.items() if isinstance(table, EngramTable)}
-        return EngramPrefetch(mapped, columns=columns, device=device)
+        return PrefetchedTables(EngramPrefetch(mapped, columns=columns, device=device))
     return ReadTables(tables, device, dtype)
 
 
@@ -147,7 +164,7 @@ class Engram:
         self.gate_weight = source.vector(f"{prefix}.engram.q_weight") * source.vector(f"{prefix}.engram.k_weight")
 
     def __call__(self, stream: Tensor, memory: Any, dead: Tensor | None) -> Tensor:
-        """stream [N, copies, D], memory (what `TableRows.take` gave), dead bool [N] or None -> stream with the term
+        """stream [N, copies, D], memory (what `TableRows.start` led to), dead bool [N] or None -> stream with the term
         added."""
         kv = select.project_memory(memory, self.wkv)  # [N, (copies + 1) * D]
         return select.engram_inject(stream, kv, self.gate_weight, dead, self.eps)

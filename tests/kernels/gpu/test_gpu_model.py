@@ -16,7 +16,7 @@ from deepinfer.engine.graphs import GraphedModel, PaddedStep
 from deepinfer.kernels import select
 from deepinfer.kernels.gpu_weights import SplitHeads
 from deepinfer.model import Batch, Chunk, load_model
-from deepinfer.model.engram_prefetch import EngramPrefetch
+from deepinfer.model.engram import PrefetchedTables
 from deepinfer.model.presets import preset
 from deepinfer.model.random_checkpoint import write_random_checkpoint
 
@@ -52,7 +52,7 @@ def test_two_layers_agree_with_the_reference_planned_and_padded(tmp_path: Path) 
             )
         with select.interpreted_gpu():
             model = load_model(tmp_path / "two", device=str(DEVICE), dtype="bfloat16", weights="gpu")
-            assert isinstance(model.tables, EngramPrefetch)
+            assert isinstance(model.tables, PrefetchedTables)
             assert isinstance(model.blocks[1].attention.queries.wq_b, SplitHeads)
             storage = storage_for(model, padded_rows=4)
             assert storage.rounds.latents
