@@ -22,8 +22,8 @@ class TestMillion:
     pytestmark = twins_alone
 
     def test_a_context_of_a_million_tokens_decodes(self) -> None:
-        """Two steps of one sequence, whose every logit is finite and whose choice of entries reaches the whole context:
-        the same step over another half of the context's keys says something else."""
+        """Steps of one sequence, whose every logit is finite and whose choice of entries reaches the newer half of the
+        context, too: with other keys there, the same step says something else."""
         share = RankShare(ep=32, layers=22, sequences=1, context=1_048_000, nextn=0, prefill_chunk=0, steps=2)
         rank = Rank(share, DEVICE)
         assert rank.kv_bytes_per_token == pytest.approx(890)
@@ -37,9 +37,10 @@ class TestMillion:
             assert torch.equal(rank.forward.forward(batch, rank.storage), logits), "a step that is made again"
             rank.rewind(batch)
             assert logits.isfinite().all()
-            for records in rank.storage.records.values():  # another half
-                half = len(records.keys) // 2
-                records.keys[half:] = records.keys[:-half].clone()
+            for records in rank.storage.records.values():  # the keys of a block lie together: whole blocks move
+                _, keys = records.blocks()
+                half = len(keys) // 2
+                keys[half:] = keys[: len(keys) - half].clone()
             assert not torch.equal(rank.forward.forward(batch, rank.storage), logits)
         del rank
         free_gpu()
