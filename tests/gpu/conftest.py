@@ -1,9 +1,11 @@
-"""Helpers of the engine's and the model's tests are those of the tests on a GPU, too."""
+"""Helpers of the engine's and the model's tests, and the scripts of benchmarks/, serve the tests on a GPU, too."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-for name in ("engine", "model"):
-    sys.path.append(str(Path(__file__).parent.parent / name))
+TESTS = Path(__file__).parent.parent
+
+for folder in (TESTS / "engine", TESTS / "model", TESTS.parent / "benchmarks"):
+    sys.path.append(str(folder))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from gpu_device import DEVICE, cuda_alone, free_gpu, on_gpu
+from gpu_soak import Soak, problems
 from nano_engine import GREEDY, NanoEngine, model, prompt_ids
 from torch import Tensor
 
@@ -20,8 +19,6 @@ from deepinfer.engine.errors import EngineStepError
 from deepinfer.engine.graphs import GraphedModel
 from deepinfer.model import Batch, Chunk
 from deepinfer.model.presets import preset
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
 @contextmanager
@@ -48,8 +45,6 @@ class TestFlat:
     @pytest.mark.parametrize("drafts", [0, 5])
     def test_memory_is_flat_over_two_hundred_steps(self, drafts: int) -> None:
         """benchmarks/gpu_soak.py makes ten thousand. Nothing that is page-locked may be left behind, either."""
-        from gpu_soak import Soak, problems
-
         soak = Soak(str(DEVICE), drafts, sequences=4)
         samples: list[dict] = []
         soak.run(150, 150, lambda one: None)  # whatever is made at first use
