@@ -104,9 +104,10 @@ def test_index_keys_are_written_and_chosen_far_away(per_block: int, rows_of_a_ch
     found = []
     for table in (near, far):
         index_keys.insert_keys(keys, pool, (table[:, None] * per_block + places).flatten(), per_block)
-        chosen, published = choose_entries(queries, pool, table[None], per_block, (plan,), publish=128)
+        chosen, published = choose_entries(queries, pool, table[None], per_block, (plan,), publish=2048)
         assert published is not None
-        limited, _ = choose_entries(queries, pool, table[None], per_block, (inside,), candidates=published)
+        offered = published[:, :128].contiguous()
+        limited, _ = choose_entries(queries, pool, table[None], per_block, (inside,), candidates=offered)
         found.append((chosen, published, limited))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
