@@ -659,6 +659,6 @@ def test_a_size_that_is_no_whole_number_is_named_before_anything_is_loaded(tiny_
 
 
 def test_switches_that_do_nothing_yet_are_named_at_start(tiny_checkpoint: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("PROFILE", "1")
+    monkeypatch.setenv("DEEPINFER_MOE_LB_STAT_INTERVAL", "1")
     LLM(tiny_checkpoint, device="cpu", max_model_len=256)
-    assert "without effect, not built yet: PROFILE" in capsys.readouterr().err
+    assert "without effect, not built yet: DEEPINFER_MOE_LB_STAT_INTERVAL" in capsys.readouterr().err

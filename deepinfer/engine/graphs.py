@@ -62,7 +62,6 @@ class PaddedStep:
         """A step that `rows` holds -> logits float32 [its rows, vocab], good until the next step. ValueError: as
         `CacheStorage.check`."""
         storage = self._storage
-        self._model.tables.check()
         begin_rows(storage, batch, self.rows)
         logits = self.play()
         commit_rows(storage, batch)
@@ -73,7 +72,9 @@ class PaddedStep:
         return self._graph is not None
 
     def play(self) -> Tensor:
-        """The pass over what is in `rows` -> logits float32 [size, vocab]."""
+        """The pass over what is in `rows` -> logits float32 [size, vocab]. CheckpointError: an Engram row that a step
+        before this one read is damaged."""
+        self._model.tables.check()
         if self._graph is None:
             self._recalled = self._recall()
             return self._pass()

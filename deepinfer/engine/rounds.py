@@ -75,7 +75,7 @@ class Rounds:
             self._columns, tokens, max_model_len=max_model_len, drafter=drafter, calibration=calibration
         )
         self._inside = np.zeros(slots, np.bool_)  # whose columns are up to date
-        self._finishes: dict[tuple[int, Variant], Graph] = {}  # by rows of the step
+        self._finishes: dict[tuple[PaddedStep, Variant], Graph] = {}
 
     def leave(self, slots: Whole | list[int]) -> None:
         """Something else than a round changes these slots."""
@@ -139,7 +139,7 @@ class Rounds:
 
     def _finish(self, step: PaddedStep, variant: Variant) -> Graph:
         """The graph of what follows the pass, recorded when it is first asked for: over rows of nobody."""
-        key = step.rows.rows, variant
+        key = step, variant  # not its rows: two steps may have as many, in other chunks
         if key not in self._finishes:
             nothing = np.empty(0, np.int64)
             self._rounds.begin(Round(nothing, nothing), step.rows)

@@ -59,8 +59,9 @@ class DeepseekV41:
 
         Writes the chunks' state into the cache, and into the windows of the draft stages if it keeps any. ValueError,
         before anything is written: a chunk that does not start where its sequence ends, blocks not reserved, a token id
-        outside the vocabulary.
+        outside the vocabulary. CheckpointError: an Engram row that was read is damaged; a GPU tells of it a step later.
         """
+        self.tables.check()
         batch = chunks if isinstance(chunks, Batch) else Batch.from_chunks(chunks, self.device)
         if not 0 <= int(batch.token_ids.min()) <= int(batch.token_ids.max()) < self.config.vocab_size:
             raise ValueError(f"token ids must be in 0 .. {self.config.vocab_size - 1}")

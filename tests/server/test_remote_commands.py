@@ -68,6 +68,8 @@ class Terminal:
             stderr=self._log,
             text=True,
             encoding="utf-8",
+            # A shell's job in the background ignores Ctrl-C, and so would every process that it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin: IO[str] = self.process.stdin
