@@ -106,9 +106,9 @@ class TestPlainPyTorch:
     pytestmark = on_gpu
 
     def test_nano_on_text_is_as_good_as_in_plain_pytorch(self) -> None:
-        """A trained network is not thrown off by a value on the other side of a rounding edge: the loss differs by at
-        most 0.05 nats a token (all of bfloat16 and FP4 cost 0.02 against float32), nine rows in ten have the same best
-        token, and half of the rows stay within 5 % of their largest logit."""
+        """A trained network is not thrown off by a value on the other side of a rounding edge. Measured on an H200, and
+        allowed: the loss differs by 0.0004 nats a token (0.01; all of bfloat16 and FP4 cost 0.02 against float32), 99 %
+        of the rows have the same best token (95 %), 79 % stay within 5 % of their largest logit (60 %)."""
         ids = text_ids()
         with torch.inference_mode():
             got = all_logits(model(), ids, kv_format())
@@ -120,23 +120,27 @@ class TestPlainPyTorch:
         errors, same = row_errors(got, plain), (got.argmax(1) == plain.argmax(1)).float().mean()
         shares = [round(float((errors <= limit).float().mean()), 3) for limit in (1e-3, 1e-2, 3e-2, 5e-2, 1e-1)]
         print(f"\nnano: losses {losses}, rows {shares}, worst {errors.max():.3f}, same best {same:.3f}")
-        assert abs(losses[0] - losses[1]) <= 0.05
-        assert same >= 0.9
-        assert (errors <= 0.05).float().mean() >= 0.5
+        assert abs(losses[0] - losses[1]) <= 0.01
+        assert same >= 0.95
+        assert (errors <= 0.05).float().mean() >= 0.6
 
     def test_a_random_network_is_that_of_plain_pytorch(self, draft_checkpoint: Path) -> None:
-        """Random experts flip at every edge: measured, 1 row in 17 stays within 3 %, the worst is off by 12 % of its
-        largest logit and 82 % keep their best token. Unrelated rows are off by more than 100 %."""
+        """Random experts flip at every edge, so two correct roundings are as far apart as a rounded network and an
+        exact one: in the median 0.195 of a row's largest logit was measured between the GPU kernels and plain PyTorch,
+        0.201 between plain bfloat16 and float32; 72 and 73 % of the rows keep their best token. A quarter more is the
+        limit. Rows of other tokens are 1.3 apart, none less than 0.78, and 1 % share the best token."""
         ids = random_ids()
         with torch.inference_mode():
             fast = load_model(draft_checkpoint, device=DEVICE.type, dtype="bfloat16", drafts=True)
             got = all_logits(fast, ids, kv_format())
             stored = load_model(draft_checkpoint, device=DEVICE.type, dtype="bfloat16", weights="stored", drafts=True)
+            exact = load_model(draft_checkpoint, device=DEVICE.type, dtype="float32", weights="stored", drafts=True)
             with select.reference_only():
-                plain = all_logits(stored, ids, "packed")
-        errors, same = row_errors(got, plain), (got.argmax(1) == plain.argmax(1)).float().mean()
-        print(f"\ntiny: median {errors.median():.3f}, worst {errors.max():.3f}, same best {same:.3f}")
-        assert errors.median() <= 0.15
+                plain, unrounded = all_logits(stored, ids, "packed"), all_logits(exact, ids, "float32")
+        errors, rounding = row_errors(got, plain), row_errors(plain, unrounded)
+        same = (got.argmax(1) == plain.argmax(1)).float().mean()
+        kept = (plain.argmax(1) == unrounded.argmax(1)).float().mean()
+        print(f"\ntiny: median {errors.median():.3f} of {rounding.median():.3f}, same best {same:.3f} of {kept:.3f}")
+        assert errors.median() <= 1.25 * rounding.median()
         assert errors.max() <= 0.6
-        assert same >= 0.6
-        assert row_errors(got[1:], plain[:-1]).median() > 0.6
+        assert same >= kept - 0.1
