@@ -94,10 +94,10 @@ def format_problem(kv_format: str, dtype: torch.dtype) -> str | None:
 
 def rounding(config: ModelConfig, kind: KVFormat, device: torch.device) -> Rounding:
     """Which records the kernels round that write them. ValueError for keys in pages that nothing could read."""
-    latents, pages = kind.packed and select.gpu_twins(device, torch.bfloat16), kind.pages(config)
-    if pages and not latents:
+    twins, pages = kind.packed and select.gpu_twins(device, torch.bfloat16), kind.pages(config)
+    if pages and not twins:
         raise ValueError('kv_format: "hopper" needs the GPU kernels; use "packed"')
-    return Rounding(latents, pages)
+    return Rounding(twins and select.rounds_records(config.head_dim), pages)
 
 
 def open_pairs(drafts: int) -> int:

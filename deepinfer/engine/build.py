@@ -125,7 +125,8 @@ def _beside_the_cache(settings: Settings, model: ModelConfig, drafts: int) -> tu
         return 0, 0
     rows = settings.max_num_seqs * (1 + drafts)
     twins = select.gpu_twins(settings.device, getattr(torch, settings.dtype))
-    graph_rows = min(rows, MOST_ROWS) if twins else 0
+    # Experts that no kernel serves run the reference, which asks the device how many rows each has: not in a graph.
+    graph_rows = min(rows, MOST_ROWS) if twins and select.shuffles_experts(model.hidden_size) else 0
     return _working(settings.max_num_batched_tokens, rows, graph_rows, settings.max_model_len, model).total, graph_rows
 
 

@@ -35,14 +35,18 @@ class CheckpointSource:
     """Hands the layers their tensors, one at a time, in the form asked for.
 
     packed: bfloat16 panels for the CPU kernels, exact. gpu: FP8 and FP4 in the order and with the factors of the GPU
-    kernels, BF16 as it is (gpu_weights.py). wide: float32 once. stored: FP8, FP4 and BF16 stay as they are
-    and are widened at each use (a quarter to an eighth of the memory, and slower). Peak memory is the weights handed
+    kernels (gpu_weights.py), as stored where those do not serve the model's shape, BF16 as it is. wide: float32 once.
+    stored: FP8, FP4 and BF16 stay as they are and are widened at each use (a quarter to an eighth of the memory, and slower). Peak memory is the weights handed
     out so far plus the tensor being read (two more copies of it while it is widened and packed).
     """
 
     def __init__(self, reader: CheckpointReader, form: str, device: torch.device, bar: tqdm) -> None:
         self._reader, self._form, self._bar = reader, form, bar
         self.device = device
+        config = reader.config
+        # Asked once, for wq_b and wo_a must agree.
+        self._split_heads = form == "gpu" and select.splits_heads(config.head_dim, config.qk_rope_head_dim)
+        self._shuffle_experts = form == "gpu" and select.shuffles_experts(config.hidden_size)
 
     def _read(self, name: str) -> Tensor:
         value = self._reader.read(name)
@@ -83,15 +87,17 @@ class CheckpointSource:
 
     def heads(self, name: str, head_dim: int) -> Weight:
         weight = self.matrix(name)
-        return SplitHeads.split(weight, head_dim) if isinstance(weight, FoldedWeight) else weight
+        if self._split_heads and isinstance(weight, FoldedWeight):
+            return SplitHeads.split(weight, head_dim)
+        return weight
 
     def grouped(self, name: str, groups: int, head_dim: int) -> Sequence[Weight]:
         stored = self._stored(name)
-        if self._form == "gpu" and isinstance(stored, Fp8Weight):
+        if self._split_heads and isinstance(stored, Fp8Weight):
             return GroupedWeight.group(FoldedWeight.fold(stored.codes, stored.scales), groups, head_dim)
         # .dense() once: FP8 tiles need not end where a group ends
         rows = stored.dense().unflatten(0, (groups, -1))
-        if self._form == "stored":  # exact in bfloat16, twice the stored bytes
+        if self._form in ("stored", "gpu"):  # exact in bfloat16, twice the stored bytes
             return [DenseWeight(part.to(torch.bfloat16)) for part in rows]
         return [self._formed(DenseWeight(part)) for part in rows]
 
@@ -99,7 +105,7 @@ class CheckpointSource:
         names = [f"{prefix}.experts.{number}" for number in range(count)] + [f"{prefix}.shared_experts"]
         if self._form == "packed":
             return self._packed_experts(names)
-        if self._form == "gpu" and self._reader.spec(f"{names[0]}.w1.weight").dtype == "I8":
+        if self._shuffle_experts and self._reader.spec(f"{names[0]}.w1.weight").dtype == "I8":
             return self._shuffled_experts(names)
         bank = [(self.matrix(f"{n}.w1"), self.matrix(f"{n}.w3"), self.matrix(f"{n}.w2")) for n in names]
         return LooseExperts(bank[:-1], bank[-1])

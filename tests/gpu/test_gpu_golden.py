@@ -141,12 +141,6 @@ def shares(errors: Tensor) -> str:
 
 
 @pytest.mark.skipif(not CUDA, reason="on a CPU the kernels of bfloat16 are the reference")
-@pytest.mark.xfail(
-    raises=ValueError,
-    strict=True,
-    reason="heads of the golden models have 32 or 64 values, and weights for the GPU kernels are refused where that is "
-    "no multiple of 128, instead of falling back",
-)
 @by_case
 def test_bfloat16_rows_of_what_the_engine_picks(case: str) -> None:
     """With GPU kernels FP8 products are summed in another order, and small random networks then flip an expert

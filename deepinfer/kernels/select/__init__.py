@@ -1,7 +1,8 @@
 """Picks the implementation of an operation by device, dtype and shape. The reference is always there and always right.
 
 The CPU twins (`kernels/cpu`) serve float32 on a CPU where a C++ compiler is found, the GPU twins (`kernels/triton`)
-bfloat16 on a Hopper GPU with weights in the form "gpu"; everything else runs the reference.
+bfloat16 on a Hopper GPU with weights in the form "gpu"; everything else runs the reference, shapes that a kernel does
+not take among it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ from deepinfer.kernels.select.projections import (
     query_and_window,
     rms_norm,
     window_latents,
+)
+from deepinfer.kernels.select.shapes import (
+    rounds_records,
+    shuffles_experts,
+    splits_heads,
 )
 from deepinfer.kernels.select.streams import (
     compress_pairs,
@@ -105,7 +111,10 @@ __all__ = [
     "query_and_window",
     "reference_only",
     "rms_norm",
+    "rounds_records",
+    "shuffles_experts",
     "sparse_attention",
+    "splits_heads",
     "step_threads",
     "table_rows",
     "token_history",

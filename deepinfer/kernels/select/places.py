@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer.kernels.cpu import ops as cpu
 from deepinfer.kernels.reference import paging
 from deepinfer.kernels.select.backends import gpu, gpu_fast, gpu_numbers, whole_numbers
+from deepinfer.kernels.select.shapes import rounds_records
 
 
 def window_rows(
@@ -65,7 +66,7 @@ def commit_windows(pool: Tensor, positions: Tensor, slots: Tensor, ring: int, st
 
 def put_windows(places: Tensor, kv: Tensor, encode: Callable[[Tensor], Tensor]) -> None:
     """kv [N, D] as window records into places [N, width], rows of a pool. GPU kernels round what they pack."""
-    if places.dtype == torch.uint8 and gpu_fast(kv):
+    if places.dtype == torch.uint8 and rounds_records(kv.shape[1]) and gpu_fast(kv):
         gpu().insert_windows(kv, places)
     else:
         places[:] = encode(kv)
@@ -73,7 +74,7 @@ def put_windows(places: Tensor, kv: Tensor, encode: Callable[[Tensor], Tensor]) 
 
 def put_compressed(pool: Tensor, rows: Tensor, kv: Tensor, encode: Callable[[Tensor], Tensor]) -> None:
     """kv [G, D] as compressed records into rows int64 [G] of a pool. GPU kernels round what they pack."""
-    if pool.dtype == torch.uint8 and gpu_fast(kv):
+    if pool.dtype == torch.uint8 and rounds_records(kv.shape[1]) and gpu_fast(kv):
         gpu().insert_compressed(kv, pool, rows)
     else:
         pool[rows] = encode(kv)
