@@ -125,7 +125,7 @@ class TestOutOfMemory:
         expected = nano.complete(GREEDY, prompt_ids())
         with full_memory():
             nano.engine.add_request("lost", list(prompt_ids()[3]), GREEDY)
-            with pytest.raises(EngineStepError, match="out of memory in a step .* lower max_num_batched_tokens"):
+            with pytest.raises(EngineStepError, match=r"out of memory in a step .* lower max_num_batched_tokens"):
                 while nano.engine.has_unfinished:
                     nano.engine.step()
         assert nano.complete(GREEDY, prompt_ids()) == expected
