@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from deepinfer.cache.graph_step import GraphView, StepRows, begin_rows, commit_rows
 from deepinfer.cache.storage import CacheStorage
+from deepinfer.engine.errors import OutOfMemoryStepError
 from deepinfer.kernels.device import free_memory
 from deepinfer.kernels.streams import Graph, OutOfMemory, new_memory_pool, record
 from deepinfer.model.batch import Batch
@@ -149,7 +150,4 @@ class GraphedModel:
         try:
             return fitting[-1].run(batch) if fitting else self._model.forward(batch, storage)
         except OutOfMemory as error:
-            raise RuntimeError(
-                f"out of memory in a step of {batch.num_rows} tokens: lower max_num_batched_tokens, or "
-                f"gpu_memory_utilization so that the cache leaves more"
-            ) from error
+            raise OutOfMemoryStepError(batch.num_rows) from error

@@ -9,6 +9,7 @@ whatever thread calls it (engine/device_thread.py: one of its own).
 from __future__ import annotations
 
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from deepinfer.cache.edits import CopySlot, Edit, OpenSlot, Restore, SetLength
 from deepinfer.config import VERIFY_ROWS
+from deepinfer.engine.errors import OutOfMemoryStepError
 from deepinfer.engine.plan import Admission, StepPlan, StepResult
 from deepinfer.engine.prompt_logprobs import score_prompts
 from deepinfer.engine.sampler import choose, list_top, logprobs_of
 from deepinfer.engine.sampling_state import CONSTRAINED, SamplingState
 from deepinfer.engine.slot_constraints import StepMasks
 from deepinfer.engine.speculator import Speculator, TruncatingStorage, VerifyRows
+from deepinfer.kernels.streams import OutOfMemory
 from deepinfer.model.batch import Batch
 from deepinfer.speculation.calibration import Calibration
 from deepinfer.speculation.constraint import MaskFiller, Masks
@@ -139,10 +142,19 @@ class ModelRunner(Runner):
         """Carries the plan out; one without chunks changes what its edits say and draws nothing.
 
         ValueError, before anything is changed: a slot or position outside the table. Whatever else is raised leaves
-        the plan half done: no sequence that it names can go on.
+        the plan half done: no sequence that it names can go on. OutOfMemoryStepError wherever the device had no memory
+        left: for inputs, in the forward pass, in draws or drafts.
         """
-        with torch.inference_mode(), self._threads():
-            return self._run(plan)
+        try:
+            with torch.inference_mode(), self._threads():
+                return self._run(plan)
+        except (OutOfMemory, OutOfMemoryStepError) as error:
+            cause = error.__cause__ if isinstance(error, OutOfMemoryStepError) else error
+            for raised in (error, cause):  # what the frames of the step hold is what the next one needs
+                traceback.clear_frames(raised.__traceback__ if raised else None)
+            if isinstance(error, OutOfMemoryStepError):
+                raise
+            raise OutOfMemoryStepError(int(plan.lengths.sum())) from error
 
     def _run(self, plan: StepPlan) -> StepResult:
         begin = self._clock()
