@@ -127,12 +127,18 @@ def _beside_the_cache(settings: Settings, model: ModelConfig, drafts: int) -> tu
     twins = select.gpu_twins(settings.device, getattr(torch, settings.dtype))
     # Experts that no kernel serves run the reference, which asks the device how many rows each has: not in a graph.
     graph_rows = min(rows, MOST_ROWS) if twins and select.shuffles_experts(model.hidden_size) else 0
-    return _working(settings.max_num_batched_tokens, rows, graph_rows, settings.max_model_len, model).total, graph_rows
+    return _working(settings, model, drafts, graph_rows).total, graph_rows
 
 
-def _working(tokens: int, rows: int, graph_rows: int, longest: int | None, model: ModelConfig) -> WorkingMemory:
-    longest = longest or model.max_position_embeddings
-    return working_memory(model, tokens=tokens, rows=rows, graph_rows=graph_rows, longest=longest)
+def _working(settings: Settings | EngineConfig, model: ModelConfig, drafts: int, graph_rows: int) -> WorkingMemory:
+    return working_memory(
+        model,
+        tokens=settings.max_num_batched_tokens,
+        sequences=settings.max_num_seqs,
+        drafts=drafts,
+        graph_rows=graph_rows,
+        longest=settings.max_model_len or model.max_position_embeddings,
+    )
 
 
 def _draft_logit_bytes(settings: Settings, drafts: int, vocab_size: int) -> int:
@@ -170,8 +176,7 @@ def build_core(
     memory: tuple[str, ...] = ()
     if model.device.type == "cuda":
         graphs = forward.capture(progress=progress)
-        rows = config.max_num_seqs * (1 + config.drafts)
-        working = _working(config.max_num_batched_tokens, rows, config.graph_rows, config.max_model_len, model.config)
+        working = _working(config, model.config, config.drafts, config.graph_rows)
         memory = (describe_memory(model.config, config, weights=used, graphs=graphs, working=working),)
     drafting = _drafting(path, model, forward, storage, manager, config, progress) if config.drafts else None
     ends = (model.config.eos_token_id,)

@@ -10,13 +10,18 @@ from typing import NamedTuple
 
 from deepinfer.cache.formats import block_bytes, slot_bytes, staging_bytes
 from deepinfer.config import BLOCK_SIZE, EngineConfig
+from deepinfer.engine.graphs import COUNTS, sizes_for
 from deepinfer.model.config import ModelConfig
 
 SLACK = 1.5
 SCORE_BYTES = 512 << 20  # of index scores that are made at once (kernels/triton/indexer.py)
 MAXIMA = 1 + 1 / 8 + 1 / 64 + 1 / 512  # scores and their maxima over 8, 64 and 512 entries
 LOGITS = 4  # copies of a step's logits while it draws: as they came, tempered, sorted, probabilities
-GRAPH_NODES = 300 << 20  # of all graphs' launches: about 1,000 a graph
+PASS_NODES = 15 << 20  # of a graph of the forward pass: about 1,000 launches, 15 KiB each
+TAIL_NODES = 3 << 19  # of a graph of draws or of drafts: about 100
+TAILS = (
+    6  # kinds of what follows a pass, each a graph once it is asked for: greedy, drawn or truncated; with drafts or not
+)
 
 
 class WorkingMemory(NamedTuple):
@@ -40,20 +45,35 @@ def token_bytes(model: ModelConfig) -> int:
     return int(2 * (stream + max(attention, experts) + 4 * model.hidden_size) * SLACK)
 
 
-def working_memory(model: ModelConfig, *, tokens: int, rows: int, graph_rows: int, longest: int) -> WorkingMemory:
-    """Of steps of up to `tokens` tokens, of which `rows` draw, and of graphs of up to `graph_rows` rows; sequences of
-    up to `longest` tokens."""
+def graph_memory(model: ModelConfig, *, rows: int, sequences: int, drafts: int) -> int:
+    """Bytes of all graphs of up to `rows` rows for so many sequences and drafts of each, without their index scores.
+
+    They share one pool, so what a pass needs while it runs counts once, as large as the largest. But every size keeps
+    logits of its own (`graphs.sizes_for`): the graphs of what follows read them, and put nothing of theirs there.
+    """
+    if not rows:
+        return 0
+    logits = 4 * model.vocab_size  # bytes of a row
+    sizes = sizes_for(rows, sequences, drafts)
+    kept = sum(size for size, _ in sizes) * logits
+    inside = rows * (token_bytes(model) + 2 * logits)  # logits of drafts, and lists of what may be drawn
+    tails = TAILS * len(sizes) + (len(COUNTS) if drafts else 0)
+    return kept + inside + len(sizes) * PASS_NODES + tails * TAIL_NODES
+
+
+def working_memory(
+    model: ModelConfig, *, tokens: int, sequences: int, drafts: int, graph_rows: int, longest: int
+) -> WorkingMemory:
+    """Of steps of up to `tokens` tokens and `sequences` sequences of up to `longest` tokens, with `drafts` drafts each
+    that are verified, and of graphs of up to `graph_rows` rows."""
     each = 4 * longest if model.kv_source_layer_ids else 0  # a row's scores, float32, at ratio 1
 
     def scores(count: int) -> int:
         return int(min(SCORE_BYTES, count * each) * MAXIMA)
 
-    logits = 4 * model.vocab_size  # bytes of a row
-    graphs = 0
-    if graph_rows:
-        # a graph keeps the logits of its own size: 1, 2, 4 .. graph_rows
-        graphs = graph_rows * (token_bytes(model) + 2 * logits) + scores(graph_rows) + GRAPH_NODES
-    return WorkingMemory(tokens * token_bytes(model), scores(tokens), LOGITS * rows * logits, graphs)
+    drawing = LOGITS * sequences * (1 + drafts) * 4 * model.vocab_size
+    graphs = graph_memory(model, rows=graph_rows, sequences=sequences, drafts=drafts) + scores(graph_rows)
+    return WorkingMemory(tokens * token_bytes(model), scores(tokens), drawing, graphs)
 
 
 def describe_memory(

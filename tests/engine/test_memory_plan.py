@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
-from deepinfer.engine.memory_plan import SCORE_BYTES, describe_memory, token_bytes, working_memory
-from deepinfer.model.presets import flash
+from deepinfer.engine.graphs import GraphedModel, sizes_for
+from deepinfer.engine.memory_plan import SCORE_BYTES, describe_memory, graph_memory, token_bytes, working_memory
+from deepinfer.model.presets import flash, preset
 
 FLASH = flash()
 
@@ -17,7 +22,7 @@ def test_a_token_of_the_released_model_takes_some_hundred_kilobytes():
 
 
 def test_working_memory_grows_with_what_asks_for_it_and_index_scores_are_bounded():
-    sizes = {"tokens": 4096, "rows": 64, "graph_rows": 384, "longest": 32_768}
+    sizes = {"tokens": 4096, "sequences": 64, "drafts": 0, "graph_rows": 64, "longest": 32_768}
     plan = working_memory(FLASH, **sizes)
     assert plan.activations == 4096 * token_bytes(FLASH)
     assert plan.logits == 4 * 64 * FLASH.vocab_size * 4
@@ -28,11 +33,32 @@ def test_working_memory_grows_with_what_asks_for_it_and_index_scores_are_bounded
     assert working_memory(FLASH, **sizes | {"tokens": 1, "longest": 1024}).scores < 5000
 
 
+def test_every_graph_keeps_the_logits_of_its_own_size():
+    """64 sequences with 5 drafts: (1 + 2 + 4 + 8 + 12 + 16 + 24 + 32 + 48 + 64) x (1 + 6) = 1,477 rows, 764 MB."""
+    logits = 4 * FLASH.vocab_size
+    with_drafts = graph_memory(FLASH, rows=384, sequences=64, drafts=5)
+    assert with_drafts > 384 * token_bytes(FLASH) + (1477 + 2 * 384) * logits
+    # what is there twice as often: the nodes of 20 graphs, of 6 kinds of draws behind each, and of 16 of drafts
+    assert with_drafts < 384 * token_bytes(FLASH) + (1477 + 2 * 384) * logits + (600 << 20)
+    # one sequence more in the largest graph: one row more that is kept
+    fewer = [graph_memory(FLASH, rows=48, sequences=count, drafts=0) for count in (47, 48)]
+    assert fewer[1] - fewer[0] == logits
+    assert graph_memory(FLASH, rows=0, sequences=64, drafts=5) == 0
+
+
+def test_padded_steps_keep_as_many_rows_as_are_planned():
+    """Without CUDA nothing is captured, but the steps are there, and each would keep the logits of all of its rows."""
+    config = preset("tiny")
+    storage = CacheStorage(config, max_num_seqs=5, num_blocks=8, drafts=2, device=torch.device("cpu"))
+    graphs = GraphedModel(SimpleNamespace(device=torch.device("cpu")), storage, rows=15, longest=64)
+    assert sum(graphs.sizes) == sum(rows for rows, _ in sizes_for(15, 5, 2)) == (1 + 2 + 4 + 5) * (1 + 3)
+
+
 def test_the_line_at_start_names_every_part():
     config = EngineConfig(
         max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=4096, num_blocks=2048, kv_format="hopper", drafts=5
     )
-    working = working_memory(FLASH, tokens=4096, rows=384, graph_rows=384, longest=4096)
+    working = working_memory(FLASH, tokens=4096, sequences=64, drafts=5, graph_rows=384, longest=4096)
     line = describe_memory(FLASH, config, weights=50 << 30, graphs=3 << 30, working=working)
     assert "50.00 weights" in line
     assert "3.00 graphs" in line
