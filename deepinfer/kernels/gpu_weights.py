@@ -2,7 +2,7 @@
 
 Every form gives the stored weight back (`dense`), in natural order: what is rearranged and what is folded changes no
 value, but where a code falls among e4m3's denormals (`fold_fp8`) or a row's scales spread over more than 11 octaves
-(`experts_layout`). Nothing here needs Triton but to be made.
+(`experts_layout`); who loads counts both (`model/rounded_weights.py`). Nothing here needs Triton but to be made.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class FoldedWeight:
         return self.codes.float() * self.factors.unsqueeze(1)
 
     @classmethod
-    def fold(cls, codes: Tensor, tile_scales: Tensor) -> FoldedWeight:
-        """Of e4m3 codes [N, K] with E8M0 scales per 32 x 32 tile."""
+    def fold(cls, codes: Tensor, tile_scales: Tensor) -> tuple[FoldedWeight, int]:
+        """Of e4m3 codes [N, K] with E8M0 scales per 32 x 32 tile; and how many values changed."""
         from deepinfer.kernels.triton.quantize import fold_fp8
 
-        folded, factors, _ = fold_fp8(codes, tile_scales)
-        return cls(folded, factors)
+        folded, factors, changed = fold_fp8(codes, tile_scales)
+        return cls(folded, factors), changed
 
     def rows(self, order: Tensor) -> FoldedWeight:
         """Outputs in another order, int64 [N]."""

@@ -25,6 +25,7 @@ from deepinfer.kernels.weights import (
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.engram_table import EngramTable
 from deepinfer.model.numerics import Numerics
+from deepinfer.model.rounded_weights import RoundedWeights
 from deepinfer.model.tensors import Group
 from deepinfer.model.weights import CheckpointError, CheckpointReader
 
@@ -36,13 +37,15 @@ class CheckpointSource:
 
     packed: bfloat16 panels for the CPU kernels, exact. gpu: FP8 and FP4 in the order and with the factors of the GPU
     kernels (gpu_weights.py), as stored where those do not serve the model's shape, BF16 as it is. wide: float32 once.
-    stored: FP8, FP4 and BF16 stay as they are and are widened at each use (a quarter to an eighth of the memory, and slower). Peak memory is the weights handed
-    out so far plus the tensor being read (two more copies of it while it is widened and packed).
+    stored: FP8, FP4 and BF16 stay as they are and are widened at each use (a quarter to an eighth of the memory, and
+    slower). Peak memory is the weights handed out so far plus the tensor being read (two more copies of it while it is
+    widened and packed).
     """
 
     def __init__(self, reader: CheckpointReader, form: str, device: torch.device, bar: tqdm) -> None:
         self._reader, self._form, self._bar = reader, form, bar
         self.device = device
+        self.rounded = RoundedWeights()
         config = reader.config
         # Asked once, for wq_b and wo_a must agree.
         self._split_heads = form == "gpu" and select.splits_heads(config.head_dim, config.qk_rope_head_dim)
@@ -70,9 +73,14 @@ class CheckpointSource:
         if self._form == "stored":
             return weight
         if self._form == "gpu":
-            return FoldedWeight.fold(weight.codes, weight.scales) if isinstance(weight, Fp8Weight) else weight
+            return self._folded(weight) if isinstance(weight, Fp8Weight) else weight
         dense = weight.dense()
         return PackedWeight(pack(dense), dense.shape[0]) if self._form == "packed" else DenseWeight(dense)
+
+    def _folded(self, weight: Fp8Weight) -> FoldedWeight:
+        folded, changed = FoldedWeight.fold(weight.codes, weight.scales)
+        self.rounded.add_values(changed, weight.codes.numel())
+        return folded
 
     def matrix(self, name: str) -> Weight:
         return self._formed(self._stored(name))
@@ -94,7 +102,7 @@ class CheckpointSource:
     def grouped(self, name: str, groups: int, head_dim: int) -> Sequence[Weight]:
         stored = self._stored(name)
         if self._split_heads and isinstance(stored, Fp8Weight):
-            return GroupedWeight.group(FoldedWeight.fold(stored.codes, stored.scales), groups, head_dim)
+            return GroupedWeight.group(self._folded(stored), groups, head_dim)
         # .dense() once: FP8 tiles need not end where a group ends
         rows = stored.dense().unflatten(0, (groups, -1))
         if self._form in ("stored", "gpu"):  # exact in bfloat16, twice the stored bytes
@@ -131,7 +139,8 @@ class CheckpointSource:
         for number, name in enumerate(names[:-1]):
             stored = [self._stored(f"{name}.{part}") for part in ("w1", "w3", "w2")]
             gate, up, down = ((part.packed, part.scales) for part in stored if isinstance(part, Fp4Weight))
-            bank.write(number, gate, up, down)
+            groups = sum(scales.numel() for _, scales in (gate, up, down))
+            self.rounded.add_groups(bank.write(number, gate, up, down), groups)
         stacked, _ = self.stacked((f"{names[-1]}.w1", f"{names[-1]}.w3"))
         shared_down = self.matrix(f"{names[-1]}.w2")
         assert stacked is not None and isinstance(shared_down, FoldedWeight)
@@ -154,7 +163,8 @@ def load_model(
 
     dtype: "float32" (nothing is rounded) or "bfloat16" (the release's numerics). weights: packed, gpu, wide or stored
     (see CheckpointSource); auto: packed where the CPU kernels run, gpu where those of a GPU do, else wide. drafts:
-    with the draft model, which is a CheckpointError where the checkpoint has none.
+    with the draft model, which is a CheckpointError where the checkpoint has none. What a form had to round is
+    a warning in the log, with counts.
     Raises ConfigError, CheckpointError (before any tensor is read, everything wrong in one message; NaN and Inf while
     reading), ValueError for an unknown dtype or form, FileNotFoundError without tokenizer.json.
     """
@@ -180,4 +190,6 @@ def load_model(
         size = sum(spec.nbytes for spec in specs if spec.kind != "engram_table")  # tables stay on disk
         with tqdm(total=size, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
             source = CheckpointSource(reader, weights, torch.device(device), bar)
-            return DeepseekV41(reader.config, source, numerics, tokenizer_file, drafts=drafts)
+            model = DeepseekV41(reader.config, source, numerics, tokenizer_file, drafts=drafts)
+    source.rounded.tell()
+    return model

@@ -136,4 +136,6 @@ def random_model(
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "tokenizer.json"
         tokenizer.write_text(json.dumps(build_tokenizer(config), ensure_ascii=False), encoding="utf-8")
-        return DeepseekV41(config, source, numerics, tokenizer, drafts=drafts)
+        model = DeepseekV41(config, source, numerics, tokenizer, drafts=drafts)
+    source.rounded.tell()
+    return model
