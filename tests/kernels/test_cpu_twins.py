@@ -40,7 +40,9 @@ def test_packed_product_equals_the_plain_one_at_any_shape(rows, inner, outputs, 
     x = draw(seed + 1, rows, inner + 3)[:, :inner]  # a row stride of its own
     panels = pack(weight)
     assert torch.equal(unpack(panels, outputs), weight)
-    close(linear_packed(x, panels, outputs), x @ weight.t())
+    # Beside the largest sum of magnitudes: terms that cancel leave a small value with the rounding of large ones.
+    off = (linear_packed(x, panels, outputs) - x @ weight.t()).abs().max()
+    assert off <= 1e-6 * (x.abs() @ weight.abs().t()).max()
 
 
 @CASES
