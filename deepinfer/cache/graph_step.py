@@ -9,7 +9,7 @@ the same bits.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
 from deepinfer.cache.records import WindowRings
-from deepinfer.cache.step import Segment, StepStore, crossings, paged_keys
+from deepinfer.cache.step import Segment, crossings
+from deepinfer.cache.view import RowsView, StepStore
 from deepinfer.kernels import select
 from deepinfer.kernels.streams import Event
 from deepinfer.model.batch import Batch
-from deepinfer.model.state import Rounding
 
 if TYPE_CHECKING:
     from deepinfer.cache.storage import CacheStorage
@@ -83,7 +83,7 @@ class StepRows:
         self.token_ids[:used].copy_(batch.token_ids)
 
 
-class GraphView:
+class GraphView(RowsView):
     """Reads and writes of the rows that `rows` will hold. Nothing of it asks the device for a value, and no shape
     depends on one.
 
@@ -93,11 +93,11 @@ class GraphView:
     narrowed = None  # all rows go through all layers
 
     def __init__(self, store: StepStore, rows: StepRows, longest: int) -> None:
-        self.batch = rows
-        self._store, self._longest = store, longest
+        super().__init__(store)
+        self.batch: StepRows = rows
+        self._longest = longest
         self._targets: dict[int, tuple[Tensor, Tensor]] = {}  # by ratio: sources of one share it
         self._visible: dict[int, Tensor] = {}
-        self._index_plans: dict[int, dict[Any, Any]] = {}
         self._segments: dict[int, list[Segment]] = {}
 
     def commit(self) -> None:
@@ -113,8 +113,8 @@ class GraphView:
             batch.positions, batch.slots, batch.row_starts, batch.floors, rings.window, rings.ring, rings.staging
         )
 
-    def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-        return self._store.windows.stage(layer, kv), self.window_indices
+    def _window_rows(self) -> Tensor:
+        return self.window_indices
 
     def commit_window(self, layer: int) -> None:
         """Nothing yet: `finish` does it for all layers."""
@@ -124,15 +124,6 @@ class GraphView:
         the rings: they are longer than a window by what a step writes."""
         batch, rings = self.batch, self._store.windows
         select.commit_windows(rings.pool, batch.positions, batch.slots, rings.ring, rings.staging)
-
-    @property
-    def rounds(self) -> Rounding:
-        """Which records come as they are."""
-        return self._store.rounds
-
-    @property
-    def keeps_drafts(self) -> bool:
-        return self._store.windows.draft_layers > 0
 
     def draft_context(self) -> tuple[None, GraphView]:
         return None, self
@@ -177,17 +168,11 @@ class GraphView:
     def closing_rows(self, layer: int) -> None:
         """All rows."""
 
-    def entry_positions(self, layer: int) -> Tensor:
-        return self._entry_targets(layer)[0]
+    def _written_entries(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._entry_targets(layer)
 
-    def write_entries(self, layer: int, kv: Tensor, keys: Tensor) -> None:
-        self._store.records[layer].write(self._entry_targets(layer)[1], kv, keys)
-
-    def kv_pool(self, layer: int) -> Tensor:
-        return self._store.records[layer].kv
-
-    def key_pool(self, layer: int) -> Tensor:
-        return self._store.records[layer].keys
+    def _num_chunks(self) -> int:
+        return self.batch.chunks
 
     def visible(self, layer: int) -> Tensor:
         ratio = self._store.records[layer].ratio
@@ -199,9 +184,6 @@ class GraphView:
         """Of the longest sequence that there may be."""
         return self._longest // self._store.records[layer].ratio
 
-    def entry_rows(self, layer: int, entries: Tensor) -> Tensor:
-        return select.entry_rows(self._store.tables, self.batch.slots, entries, self._store.records[layer].per_block)
-
     def segments(self, layer: int) -> list[Segment]:
         """One, of which every row has keys of its own."""
         records, slots = self._store.records[layer], self.batch.slots
@@ -210,19 +192,6 @@ class GraphView:
             keys = select.block_rows(self._store.tables, slots, self.most_visible(layer), records.per_block)
             self._segments[records.ratio] = [Segment(rows, keys, self.visible(layer).unsqueeze(1), True)]
         return self._segments[records.ratio]
-
-    def paged_keys(self, layer: int) -> select.PagedKeys:
-        """Index keys of a source whose cache has them in pages."""
-        plans = self._index_plans.setdefault(self._store.records[layer].ratio, {})
-        return paged_keys(self._store, layer, self.batch, self.batch.chunks, self.most_visible(layer), plans)
-
-    # -- tokens ---------------------------------------------------------------------------------------------------
-
-    def token_history(self, live_ids: Tensor, lookback: int) -> Tensor:
-        batch = self.batch
-        return select.token_history(
-            live_ids, batch.positions, batch.slots, batch.row_starts, self._store.last_tokens, lookback
-        )
 
 
 def begin_rows(storage: CacheStorage, batch: Batch, rows: StepRows) -> None:

@@ -9,33 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
-from deepinfer.cache.records import OpenRows, PagedRecords, WindowRings
+from deepinfer.cache.view import RowsView, StepStore
 from deepinfer.config import VERIFY_ROWS
 from deepinfer.kernels import select
 from deepinfer.model.batch import Batch
-from deepinfer.model.state import Rounding, StepBatch
 
 SEGMENT_ROWS = 512  # index scores are made for about this many rows at once: 512 x 8,192 entries x 4 bytes = 16 MB
-
-
-class StepStore(Protocol):
-    """The tensors that a step reads and writes; `storage.CacheStorage` has them."""
-
-    tables: Tensor  # int64 [slots, blocks per sequence], on the device
-    host_tables: np.ndarray  # the same numbers on the host
-    records: dict[int, PagedRecords]
-    windows: WindowRings
-    open_rows: OpenRows
-    last_tokens: Tensor  # int64 [slots, size]
-    rounds: Rounding
-
-    def advance(self, batch: Batch) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,19 +37,18 @@ class Segment:
     whole: bool
 
 
-class StepView:
+class StepView(RowsView):
     """Reads and writes of one step. Made by `begin`, used by the layers in order, then committed.
 
     Layers after the last KV source see a view of their own where the batch says so (`narrowed`).
     """
 
     def __init__(self, store: StepStore, batch: Batch) -> None:
-        self.batch = batch
-        self._store = store
+        super().__init__(store)
+        self.batch: Batch = batch
         self._entry_plans: dict[int, tuple[np.ndarray, Tensor, Tensor]] = {}  # by ratio: sources of one share it
         self._segments: dict[int, list[Segment]] = {}
         self._visible: dict[int, Tensor] = {}
-        self._index_plans: dict[int, dict[Any, Any]] = {}
 
     def commit(self) -> None:
         """All layers have run: the step's tokens count as written."""
@@ -129,10 +112,8 @@ class StepView:
         real = positions >= 0  # a window longer than 128 has no rows before the sequence
         return batch.to_device(targets[real]), batch.to_device(sources[real])
 
-    def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Show this step's window entries [N, D] of a layer to its attention -> the pool, and the rows of it that each
-        row reads, int64 [N, W], -1 = none."""
-        return self._store.windows.stage(layer, kv), self.window_indices
+    def _window_rows(self) -> Tensor:
+        return self.window_indices
 
     def commit_window(self, layer: int) -> None:
         """After the layer's attention: the staged rows take their places in the rings."""
@@ -143,16 +124,6 @@ class StepView:
         select.copy_rows(rings.pool[layer], *self._ring_copies)
 
     # -- draft layers ---------------------------------------------------------------------------------------------
-
-    @property
-    def rounds(self) -> Rounding:
-        """Which records come as they are."""
-        return self._store.rounds
-
-    @property
-    def keeps_drafts(self) -> bool:
-        """Whether there are window rings for the draft model's stages, to be written in every step."""
-        return self._store.windows.draft_layers > 0
 
     def draft_context(self) -> tuple[Tensor | None, StepView]:
         """Rows of this view that the draft layers' rings keep, int64 [M], None = all; and the view on which exactly
@@ -220,21 +191,11 @@ class StepView:
         rows, _, _ = self._entry_plan(layer)
         return None if len(rows) == self.batch.num_rows else self.batch.to_device(rows)
 
-    def entry_positions(self, layer: int) -> Tensor:
-        """RoPE positions of the entries that this step writes: the first token of each group, int64 [G]."""
-        return self._entry_plan(layer)[1]
+    def _written_entries(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._entry_plan(layer)[1:]
 
-    def write_entries(self, layer: int, kv: Tensor, keys: Tensor) -> None:
-        """Records kv [G, head_dim] and keys [G, index_head_dim] of the entries that this step writes."""
-        self._store.records[layer].write(self._entry_plan(layer)[2], kv, keys)
-
-    def kv_pool(self, layer: int) -> Tensor:
-        """Compressed records of a source, [rows, width]."""
-        return self._store.records[layer].kv
-
-    def key_pool(self, layer: int) -> Tensor:
-        """Index keys of a source, [rows, width]."""
-        return self._store.records[layer].keys
+    def _num_chunks(self) -> int:
+        return len(self.batch.starts)
 
     def visible(self, layer: int) -> Tensor:
         """Entries of a source that each row may see, (p + 1) // ratio, int64 [N]."""
@@ -246,10 +207,6 @@ class StepView:
     def most_visible(self, layer: int) -> int:
         """The largest of `visible`."""
         return int(self.batch.ends.max()) // self._store.records[layer].ratio
-
-    def entry_rows(self, layer: int, entries: Tensor) -> Tensor:
-        """Entries int64 [N, K] of each row's own sequence (-1 = none) -> rows of kv_pool, int64 [N, K]."""
-        return select.entry_rows(self._store.tables, self.batch.slots, entries, self._store.records[layer].per_block)
 
     def segments(self, layer: int) -> list[Segment]:
         """The step's rows in pieces that share their keys."""
@@ -281,30 +238,6 @@ class StepView:
         keys = select.block_rows(self._store.tables, put(slots), end // records.ratio, records.per_block)
         whole = rows.size == self.batch.num_rows and bool((rows.ravel() == np.arange(rows.size)).all())
         return Segment(put(rows), keys, put(seen), whole)
-
-    def paged_keys(self, layer: int) -> select.PagedKeys:
-        """Index keys of a source whose cache has them in pages."""
-        plans = self._index_plans.setdefault(self._store.records[layer].ratio, {})
-        return paged_keys(self._store, layer, self.batch, len(self.batch.starts), self.most_visible(layer), plans)
-
-    # -- tokens ---------------------------------------------------------------------------------------------------
-
-    def token_history(self, live_ids: Tensor, lookback: int) -> Tensor:
-        """live_ids int64 [N]: the step's token ids, -1 for dead (image) tokens -> int64 [N, lookback + 1], column s the
-        token s positions back, -1 before the sequence or dead. Remembers the newest."""
-        batch = self.batch
-        return select.token_history(
-            live_ids, batch.positions, batch.slots, batch.row_starts, self._store.last_tokens, lookback
-        )
-
-
-def paged_keys(
-    store: StepStore, layer: int, rows: StepBatch, chunks: int, most: int, plans: dict[Any, Any]
-) -> select.PagedKeys:
-    """Index keys of a source, in pages, for the rows of a step."""
-    records = store.records[layer]
-    where = rows.positions, rows.slots, rows.row_starts
-    return select.PagedKeys(records.keys, store.tables, records.per_block, *where, chunks, records.ratio, most, plans)
 
 
 def crossings(batch: Batch) -> np.ndarray:
