@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from deepinfer.config import EngineConfig
 from deepinfer.engine.build import build_core
@@ -33,6 +34,8 @@ from deepinfer.kernels import select
 from deepinfer.model import load_model
 
 NANO = Path(__file__).parents[1] / "models" / "nano"
+# bytes: what the last copy of an emptied engine took, some numbers a sequence, is held until the next one
+PINNED_SPREAD = 4096
 RESIDENT_GROWTH = 32 << 20  # bytes in the second half of a run, at most
 WARM_STEPS = 100  # and until every kind of step was seen
 
@@ -82,10 +85,11 @@ class Soak:
         name, r = f"{self._requests}", self._random
         self._requests += 1
         prompt = [3 + (7 * i + r.randrange(20)) % (self._vocab // 2) for i in range(r.choice((3, 40, 130, 300)))]
+        penalized = r.random() < 0.025  # a step with such a one is no round, and takes ten times as long
         params = SamplingParams(
             temperature=r.choice((0.0, 0.0, 0.8)),
             top_p=r.choice((1.0, 0.9)),
-            repetition_penalty=r.choice((1.0, 1.0, 1.0, 1.2)),  # such a one is no round's
+            repetition_penalty=1.2 if penalized else 1.0,
             max_tokens=r.randint(1, 60),
             seq_seed=r.randrange(1 << 30),
             ignore_eos=True,
@@ -145,9 +149,9 @@ def problems(samples: list[dict[str, Any]]) -> list[str]:
     """What was not flat, in words. samples: of an empty engine, the warm-up left out."""
     found = []
     last = [one for one in samples if one.get("graphs") == samples[-1].get("graphs")]
-    for name in ("allocated_bytes", "pinned_bytes"):
+    for name, allowed in (("allocated_bytes", 0), ("pinned_bytes", PINNED_SPREAD)):
         values = [one[name] for one in last if one.get(name) is not None]
-        if values and max(values) != min(values):
+        if values and max(values) - min(values) > allowed:
             found.append(f"{name} went from {values[0]:,} to {values[-1]:,}, at most {max(values):,}")
     half = samples[len(samples) // 2 :]
     if len(half) > 1:
@@ -171,7 +175,13 @@ def main() -> int:
     samples: list[dict[str, Any]] = []
     soak.run(max(WARM_STEPS, asked.every), max(WARM_STEPS, asked.every), lambda one: None)
     began = time.perf_counter()
-    soak.run(asked.steps, asked.every, samples.append)
+    with tqdm(total=asked.steps, unit="step", file=sys.stderr, mininterval=2) as bar:
+
+        def sample(one: dict[str, Any]) -> None:
+            samples.append(one)
+            bar.update(asked.every)
+
+        soak.run(asked.steps, asked.every, sample)
     seconds = time.perf_counter() - began
     wrong = problems(samples)
     device = torch.cuda.get_device_name() if soak.device.type == "cuda" else "cpu"

@@ -144,13 +144,28 @@ def shares(errors: Tensor) -> str:
 @by_case
 def test_bfloat16_rows_of_what_the_engine_picks(case: str) -> None:
     """Heads of 32 or 64 values are not for every GPU kernel: those operations run the reference, the others their
-    kernels. FP8 products are then summed in another order, and small random networks flip an expert somewhere. So what
-    is asked is that no row is another one's: the first rows of all prompts, which choose nothing, stay within 3e-2 of
-    their largest logit, and half of all rows within 1e-1. A wrong kernel moves every row by about 1."""
+    kernels. FP8 products are then summed in another order, and small random networks flip an expert at every edge, so
+    the yardstick is how far the recorded float32 and bfloat16 rows of the prompts are apart. In the median of all rows,
+    and in the mean of the first ones, which choose nothing, the kernels are no further from the recording; a quarter
+    more is the limit. Medians of rounding are 0.15 to 0.45 of the largest logit, those of other tokens' rows 0.95 to
+    1.3; rounding keeps the best token of 41 to 64 % of the rows, another token's row that of at most 13 %."""
     official_dir()
-    errors = {name: row_errors(case, name, "kernels") for name in TEXT_PROMPTS[case]}
-    together = torch.cat(list(errors.values()))
-    print(f"\n{case}: {shares(together)}, first rows {[round(float(own[0]), 4) for own in errors.values()]}")
-    assert together.isfinite().all()
-    assert all(own[0] <= 3e-2 for own in errors.values())
-    assert (together <= 1e-1).float().mean() >= 0.5
+    got, kept, errors, rounding = [], [], [], []
+    for name in TEXT_PROMPTS[case]:
+        recorded, exact = (load_set[f"{name}.prefill_logits"].float() for load_set in (official(case), expected(case)))
+        logits = run(case, name, "bfloat16", "kernels").prefill
+        got.append(logits.argmax(1) == recorded.argmax(1))
+        kept.append(exact.argmax(1) == recorded.argmax(1))
+        errors.append((logits - recorded).abs().amax(1) / recorded.abs().amax(1))
+        rounding.append((exact - recorded).abs().amax(1) / recorded.abs().amax(1))
+    rows, limits = torch.cat(errors), torch.cat(rounding)
+    first, first_limit = (torch.stack([own[0] for own in those]).mean() for those in (errors, rounding))
+    same, same_kept = (torch.cat(those).float().mean() for those in (got, kept))
+    print(
+        f"\n{case}: median {rows.median():.3f} of {limits.median():.3f}, first rows {first:.3f} of {first_limit:.3f}, "
+        f"same best {same:.3f} of {same_kept:.3f}"
+    )
+    assert rows.isfinite().all()
+    assert rows.median() <= 1.25 * limits.median()
+    assert first <= 1.25 * first_limit
+    assert same >= same_kept - 0.15
