@@ -8,8 +8,11 @@ whose slots land on them, does one rank's work: the same bytes and operations, a
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +25,7 @@ from deepinfer.cache.formats import lookback
 from deepinfer.cache.manager import CacheManager
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import BLOCK_SIZE, VERIFY_ROWS
+from deepinfer.engine.device_thread import DeviceThread
 from deepinfer.engine.graphs import GraphedModel, PaddedStep
 from deepinfer.engine.plan import Admission, StepPlan
 from deepinfer.engine.runner import ModelRunner
@@ -34,6 +38,7 @@ from deepinfer.model.presets import preset
 from deepinfer.model.random_source import random_model
 from deepinfer.speculation.propose import DraftModelDrafter
 
+SPARE_STEPS = 20  # beside those that are timed: warm-up, trace
 SMALL_TABLES = 100_000  # rows per hash column of the released shape's Engram tables: 0.6 GiB a table, not 94
 
 LEFT_OUT = (
@@ -103,6 +108,12 @@ class RankShare:
         )
 
 
+class DecodeStep(NamedTuple):
+    rows: int  # that it computed
+    tokens: int  # that it gave
+    seconds: float  # since the result of the step before it
+
+
 class OneSize(GraphedModel):
     """The forward pass of an engine that always has the same sequences: one padded step, and what fits none."""
 
@@ -121,7 +132,8 @@ class Rank:
             self.config, device=device, seed=share.seed, dtype=share.dtype, drafts=self.config.num_drafts > 0
         )
         rows = share.sequences * (1 + share.nextn)
-        grown = share.context + 1 + (share.steps + 10) * (1 + share.nextn)  # tokens at the end of all steps, and more
+        # tokens at the end of all steps, and more
+        grown = share.context + 1 + (share.steps + SPARE_STEPS) * (1 + share.nextn)
         most = max(grown, share.prefill_chunk) + VERIFY_ROWS
         if most > self.config.max_position_embeddings:
             raise ValueError(
@@ -199,11 +211,26 @@ class Rank:
         self.storage.apply(written)
         self.runner.run(self._plan(admissions))
 
-    def decode_step(self) -> tuple[int, int]:
-        """One step of the engine over all sequences -> rows that it computed, tokens that it gave."""
-        result = self.runner.run(self._plan([]))
-        verified = 0 if result.num_verified is None else int(result.num_verified.sum())
-        return len(self._slots) + verified, len(result.token_ids)
+    def decode_steps(self, count: int) -> Iterator[DecodeStep]:
+        """Steps of the engine over all sequences, as its overlapped loop runs them: each is handed over while the one
+        before it runs. The first one finds an idle device."""
+        device = DeviceThread(self.runner)
+        try:
+            before = time.perf_counter()
+            for number in range(count + 1):
+                if number < count:
+                    device.submit(self._plan([]))
+                if not number:
+                    continue
+                result = device.result()
+                if result.error is not None:
+                    raise result.error
+                now = time.perf_counter()
+                verified = 0 if result.num_verified is None else int(result.num_verified.sum())
+                yield DecodeStep(len(self._slots) + verified, len(result.token_ids), now - before)
+                before = now
+        finally:
+            device.close()
 
     def verify_batch(self) -> Batch:
         """A step in which every sequence verifies all of its drafts, at its length."""
@@ -237,13 +264,14 @@ class Rank:
     def _plan(self, admissions: list[Admission]) -> StepPlan:
         slots, count = self._slots, len(self._slots)
         none, rows = np.zeros(count, np.int64), np.full(count, 1 + self.share.nextn)
+        starts = np.full(count, self.share.context + self._number * (1 + self.share.nextn))  # at most, as the engine's
         self._number += 1
         return StepPlan(
             number=self._number,
             edits=[],
             admissions=admissions,
             slots=slots,
-            starts=self.storage.lengths(slots),
+            starts=starts,
             lengths=rows if self.share.nextn else none + 1,
             num_logits=rows if self.share.nextn else none + 1,
             window_floors=none,

@@ -18,7 +18,8 @@ from deepinfer.kernels.timing import Occupation, Rates, allocated_bytes, measure
 
 ACCEPT_LENGTHS = (1.0, 2.5, 3.2)  # tokens of a step and sequence; and as many as may be
 PREFILLS = 3
-TRACED_STEPS = 3
+WARM_STEPS = 5
+TRACED_STEPS = 8  # one behind the other: the device goes from step to step as in the engine
 ALONE = 5  # runs of a part by itself
 KERNELS_TOLD = 25
 
@@ -75,16 +76,13 @@ def decode(rank: Rank, rates: Rates, tell: Any = print) -> dict[str, Any]:
     if device.type == "cuda":
         tell(f"graph of {share.sequences * (1 + share.nextn)} rows: {wall_seconds(rank.forward.capture, device):.1f} s")
     tell(f"sequences opened, first step: {wall_seconds(rank.open_sequences, device):.1f} s")
-    for _ in range(3):
-        rank.decode_step()
-    done: list[tuple[int, int]] = []  # rows, tokens
-    seconds = [wall_seconds(lambda: done.append(rank.decode_step()), device) for _ in range(share.steps)]
-    rows, tokens = zip(*done, strict=True)
+    done = list(rank.decode_steps(WARM_STEPS + share.steps))[WARM_STEPS:]
+    seconds = [step.seconds for step in done]
     step = statistics.median(seconds)
     load = Load(share.sequences, 1 + share.nextn, share.context, 1 + share.nextn, 1 + share.nextn, share.nextn)
     parts = floor_by_part(step_parts(rank.config, load), rates)
     floor = sum(part["ms"] for part in parts.values())
-    traced = occupation(lambda: [rank.decode_step() for _ in range(TRACED_STEPS)], device)
+    traced = occupation(lambda: list(rank.decode_steps(TRACED_STEPS)), device)
     forward = forward_alone(rank, floor - parts.get("drafts", {"ms": 0.0})["ms"], tell)
     rank.close_sequences()
     result: dict[str, Any] = {
@@ -92,12 +90,12 @@ def decode(rank: Rank, rates: Rates, tell: Any = print) -> dict[str, Any]:
         "least_ms": round(1e3 * min(seconds), 3),
         "most_ms": round(1e3 * max(seconds), 3),
         "steps": len(seconds),
-        "rows": statistics.median(rows),
+        "rows": statistics.median(step.rows for step in done),
         "floor_ms": round(floor, 3),
         "of_floor": round(1e3 * step / floor, 3),
         "floor_parts": rounded(parts),
         "engram_host_bytes": host_bytes(rank.config, load.total),
-        "random_accept_length": round(sum(tokens) / len(tokens) / share.sequences, 3),
+        "random_accept_length": round(statistics.mean(step.tokens for step in done) / share.sequences, 3),
         "tokens_per_s": accepted_rates(share, step),
         "device": None if traced is None else told(traced, TRACED_STEPS),
         "forward": forward,

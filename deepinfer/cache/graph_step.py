@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepinfer.cache.blocks import BLOCK_TOKENS
 from deepinfer.cache.records import WindowRings
-from deepinfer.cache.step import Segment, crossings
+from deepinfer.cache.step import Segment
 from deepinfer.cache.view import RowsView, StepStore
 from deepinfer.kernels import select
 from deepinfer.kernels.streams import Event
@@ -120,10 +120,12 @@ class GraphView(RowsView):
         """Nothing yet: `finish` does it for all layers."""
 
     def finish(self) -> None:
-        """After the last layer: staged rows take their places in the rings. Replicas are copied after the step, from
-        the rings: they are longer than a window by what a step writes."""
+        """After the last layer: staged rows take their places in the rings, and replicas are copied from there: rings
+        are longer than a window by what a step writes."""
         batch, rings = self.batch, self._store.windows
         select.commit_windows(rings.pool, batch.positions, batch.slots, rings.ring, rings.staging)
+        if rings.replicas:
+            _copy_replicas(rings, batch)
 
     def draft_context(self) -> tuple[None, GraphView]:
         return None, self
@@ -202,24 +204,32 @@ def begin_rows(storage: CacheStorage, batch: Batch, rows: StepRows) -> None:
 
 
 def commit_rows(storage: CacheStorage, batch: Batch) -> None:
-    """The step that a `GraphView` has run counts as written."""
-    _copy_replicas(storage.windows, batch)
+    """The step that a `GraphView` has run counts as written. The host alone counts: the device may be further on."""
     storage.advance(batch)
 
 
-def _copy_replicas(rings: WindowRings, batch: Batch) -> None:
-    """The windows below multiples of 128 that the batch, which the rings hold already, has passed: to the replicas.
+def _copy_replicas(rings: WindowRings, rows: StepRows) -> None:
+    """The windows below multiples of 128 that the step, which the rings hold already, has passed: to the replicas.
 
     A boundary is at most `drafts` rows below its chunk's end, and a ring holds `drafts` + 1 rows more than a window.
     """
-    passed = crossings(batch) if rings.replicas else ()
-    if not len(passed):
+    if rings.pool.device.type == "cuda":
+        from deepinfer.kernels.triton.replicas import copy_replicas
+
+        copy_replicas(
+            rings.pool, rings.replica_rows, rows.positions, rows.chunk_slots, rows.chunk_rows, rows.null_slot,
+            window=rings.window, ring=rings.ring,
+        )  # fmt: skip
         return
-    slots, boundary = batch.chunk_slots[passed, None], (batch.ends[passed] // BLOCK_TOKENS * BLOCK_TOKENS)[:, None]
-    offsets = np.arange(rings.window)
+    counts = rows.chunk_rows.diff()
+    firsts = rows.chunk_rows[:-1].clamp_max(rows.rows - 1)
+    starts = rows.positions[firsts]
+    boundaries = (starts + counts) // BLOCK_TOKENS * BLOCK_TOKENS
+    passed = (rows.chunk_slots != rows.null_slot) & (counts > 0) & (boundaries > starts)
+    slots, boundary = rows.chunk_slots[passed, None], boundaries[passed, None]
+    offsets = torch.arange(rings.window)
     positions = boundary - rings.window + offsets  # [crossings, W]
     real = positions >= 0  # a window longer than 128 has no rows before the sequence
     targets = ((2 * slots + boundary // BLOCK_TOKENS % 2) * rings.window + offsets)[real]
     sources = (slots * rings.ring + positions % rings.ring)[real]
-    taken = rings.pool[: rings.backbone_layers, batch.to_device(sources)]
-    rings.replica_rows[:, batch.to_device(targets)] = taken
+    rings.replica_rows[:, targets] = rings.pool[: rings.backbone_layers, sources]

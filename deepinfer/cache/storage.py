@@ -220,7 +220,10 @@ class CacheStorage:
 
     def _put_table(self, slot: int, places: slice, blocks: Sequence[int] | int) -> None:
         self.host_tables[slot, places] = blocks
-        self.tables[slot, places] = torch.from_numpy(self.host_tables[slot, places])
+        if self.device.type != "cpu":
+            # A page-locked copy of its own, so that nobody waits for the steps before: the table may change again.
+            entries = torch.from_numpy(self.host_tables[slot, places]).pin_memory()
+            self.tables[slot, places].copy_(entries, non_blocking=True)
 
     def _set_length(self, order: edit.SetLength) -> None:
         slot, length = order.slot, order.length

@@ -18,6 +18,7 @@ overlapped loop.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -119,16 +120,39 @@ class Round(NamedTuple):
         return len(self.slots) + (drafts if self.budget is None else min(drafts, self.budget))
 
 
+class Mark:
+    """A moment in the order of the device's stream: what was asked for before it is done then, what comes later not
+    begun. On a CPU, where everything runs as it is asked for, now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.perf_counter()
+        self._event: Event | None = None
+        if device.type == "cuda":
+            self._event = Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until it has come."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_after(self, earlier: Mark) -> float:
+        """Both have come."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return 1e-3 * earlier._event.elapsed_time(self._event)
+
+
 class PendingResult:
     """A round's report on its way to the host."""
 
-    def __init__(self, report: Report, draws: int, event: Event | None, drafted: bool, asked: bool) -> None:
-        self._report, self._draws, self._event, self._drafted, self._asked = report, draws, event, drafted, asked
+    def __init__(self, report: Report, draws: int, start: Mark, end: Mark, drafted: bool, asked: bool) -> None:
+        self.start, self.end = start, end
+        self._report, self._draws, self._drafted, self._asked = report, draws, drafted, asked
 
     def result(self) -> StepResult:
         """Waits for the round. Good once: the memory is used again some rounds later."""
-        if self._event is not None:
-            self._event.synchronize()
+        self.end.wait()
         report, draws = self._report, self._draws
         counts = report.counts[:draws].numpy().astype(np.int64)
         kept = np.arange(report.token_ids.shape[1]) < counts[:, None]
@@ -139,6 +163,7 @@ class PendingResult:
             counts=counts if self._drafted else None,
             num_verified=report.verified[:draws].numpy().astype(np.int64) if self._drafted else None,
             survivals=report.survivals[:draws].numpy().copy() if self._asked else None,
+            device_seconds=self.end.seconds_after(self.start),
         )
 
 
@@ -165,7 +190,8 @@ class DeviceRound:
         self._orders: dict[int, Tensor] = {}  # int64 [1 + 2 * chunks] on the device, by number of chunks
         self._reports: dict[int, Report] = {}
         self._hosts: dict[int, list[tuple[Tensor, Report]]] = {}  # page-locked: an order and a report, by turns
-        self._events: dict[int, list[Event | None]] = {}
+        self._ends: dict[int, list[Mark | None]] = {}
+        self._start = Mark(tokens.device)  # of the round that began last
         self._number = 0
 
     def run(self, order: Round, rows: Rows, forward: Callable[[], Tensor]) -> PendingResult:
@@ -189,9 +215,9 @@ class DeviceRound:
             )
         self._prepare(chunks)
         turn = self._number % self._depth
-        event = self._events[chunks][turn]
-        if event is not None:
-            event.synchronize()  # the round that used this memory has ended: `depth` rounds ago
+        if (end := self._ends[chunks][turn]) is not None:
+            end.wait()  # the round that used this memory has ended: `depth` rounds ago
+        self._start = Mark(self.tokens.device)
         host = self._hosts[chunks][turn][0].numpy()
         host[0] = NO_BUDGET if order.budget is None else order.budget
         host[1 : 1 + draws], host[1 + draws : 1 + chunks] = order.slots, rows.null_slot
@@ -204,13 +230,9 @@ class DeviceRound:
         self._number += 1
         report = self._hosts[chunks][turn][1]
         report.buffer.copy_(self._reports[chunks].buffer, non_blocking=True)
-        event = None
-        if report.buffer.is_pinned():
-            event = Event()
-            event.record()
-            self._events[chunks][turn] = event
+        end = self._ends[chunks][turn] = Mark(self.tokens.device)
         drafted = self.drafts > 0
-        return PendingResult(report, len(order.slots), event, drafted, drafted and order.propose)
+        return PendingResult(report, len(order.slots), self._start, end, drafted, drafted and order.propose)
 
     def _prepare(self, chunks: int) -> None:
         if chunks in self._orders:
@@ -219,7 +241,7 @@ class DeviceRound:
         pinned = device.type == "cuda"
         self._orders[chunks] = torch.zeros(1 + 2 * chunks, dtype=torch.int64, device=device)
         self._reports[chunks] = Report.empty(chunks, self.drafts, device)
-        self._events[chunks] = [None] * self._depth
+        self._ends[chunks] = [None] * self._depth
         self._hosts[chunks] = [
             (
                 torch.zeros(1 + 2 * chunks, dtype=torch.int64, pin_memory=pinned),

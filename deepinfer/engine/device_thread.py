@@ -3,6 +3,10 @@
 Plans go in, results come out, both in order. Nobody spins: an empty queue waits in the kernel, and handing a result
 over and taking the next plan costs the device 25 us (2 shared cores).
 
+On a GPU the thread is not the device but feeds it. A step that asks nothing of the host in between (engine/rounds.py)
+is handed to the device as soon as its plan is there, and its result read when the next plan has been handed over, or
+when the owner asks for it and there is none. So the device has its next step before it ends one.
+
 The interpreter's lock. Every operation of torch, numpy and the CPU kernels gives it up, so the host gets it whenever it
 wants it, and the device waits where it wants it back while the host's Python runs: at most for the length of that run,
 or for `sys.getswitchinterval()` (5 ms) if that is shorter. Measured with steps of 300 small operations (11 to 20 ms on
@@ -23,7 +27,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from deepinfer.engine.plan import StepPlan, StepResult
-from deepinfer.engine.runner import Runner, failed_result
+from deepinfer.engine.runner import PendingStep, Runner, end_guarded, failed_result
 
 QUEUE_DEPTH = 2  # the step that runs and the one that waits for it (spec/engine.md 5.1)
 _HEARTBEAT = 0.5  # seconds between looks at whether the thread still lives, while a result is awaited
@@ -42,11 +46,24 @@ class _Order(NamedTuple):
     after_pause: bool
 
 
+class _EndStep:
+    """An order without a plan: the owner wants the result of the step that has begun, if one has."""
+
+
+class _Begun(NamedTuple):
+    """A step whose result is there, or one that the device has before it."""
+
+    number: int
+    step: StepResult | PendingStep
+    seconds: float  # that it took the thread to begin it: all of it where the result is there
+    waited: float  # before that
+
+
 class _Worker:
     """What thread and owner share. Only the thread writes the times."""
 
     def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
-        self.orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None: end
+        self.orders: queue.SimpleQueue[_Order | _EndStep | None] = queue.SimpleQueue()  # None: end
         self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()  # None: the thread has ended
         self.refuse: str | None = None  # why plans are not run
         self.death: BaseException | None = None
@@ -55,31 +72,62 @@ class _Worker:
         self._runner = runner
         self._clock = clock
         self._last_end: float | None = None
+        self._begun: _Begun | None = None  # the device has it before it
 
     def serve(self) -> None:
         try:
             while (order := self.orders.get()) is not None:
-                self.results.put(self._answer(order))
+                if isinstance(order, _Order):
+                    self._answer(order)
+                else:
+                    self._end_begun()
                 del order  # a plan may hold the tokens of a long prompt
+            self._end_begun()
         except BaseException as error:  # not an error of a step: those are answers
             self.death = error
         finally:
             self.results.put(None)
 
-    def _answer(self, order: _Order) -> StepResult:
-        if self.refuse is not None:
-            return failed_result(StepNotRunError(self.refuse))
+    def _answer(self, order: _Order) -> None:
+        begun = None
+        if self._begun is not None:
+            if self.refuse is None:
+                begun = self._begin(order, behind=True)
+            self._end_begun()
+        if (
+            self.refuse is not None
+        ):  # since a moment ago, perhaps: then nobody asks for what began behind the failed one
+            self.results.put(failed_result(StepNotRunError(self.refuse)))
+            return
+        self._begun = begun or self._begin(order, behind=False)
+        if self._begun is not None and isinstance(self._begun.step, StepResult):
+            self._end_begun()
+
+    def _begin(self, order: _Order, *, behind: bool) -> _Begun | None:
         begin = self._clock()
-        result = self._runner.run_guarded(order.plan)
-        end = self._clock()
-        waited = 0.0 if self._last_end is None or order.after_pause else begin - self._last_end
-        self._last_end = end
-        self.busy_seconds += end - begin
-        self.idle_seconds += waited
-        result.idle_seconds = waited
+        step = self._runner.begin_guarded(order.plan, behind=behind)
+        if step is None:
+            return None
+        waited = 0.0 if behind or self._last_end is None or order.after_pause else begin - self._last_end
+        return _Begun(order.plan.number, step, self._clock() - begin, waited)
+
+    def _end_begun(self) -> None:
+        """The result of the step that has begun, if one has; waits for it."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        if isinstance(begun.step, StepResult):
+            result, seconds = begun.step, begun.seconds
+        else:
+            result = end_guarded(begun.step)
+            seconds = result.device_seconds
+        self._last_end = self._clock()
+        result.idle_seconds += begun.waited
+        self.busy_seconds += seconds
+        self.idle_seconds += result.idle_seconds
         if result.error is not None:
-            self.refuse = f"step {order.plan.number} failed before it"
-        return result
+            self.refuse = f"step {begun.number} failed before it"
+        self.results.put(result)
 
 
 class DeviceThread:
@@ -131,6 +179,8 @@ class DeviceThread:
         """
         if not self._in_flight:
             raise RuntimeError("no step is in flight")
+        if self._in_flight < QUEUE_DEPTH:  # else the plan behind it ends it
+            self._worker.orders.put(_EndStep())
         result = self._take()
         if result is None:
             raise DeviceThreadError("the device thread has ended") from self._worker.death

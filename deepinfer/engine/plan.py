@@ -86,6 +86,15 @@ class StepPlan:
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
+    def draw_positions(self) -> np.ndarray:
+        """Positions [draws] of the newest token before each draw; of decodes, what they are at most."""
+        decodes = self.num_decodes
+        rows_end = np.cumsum(self.num_logits[decodes:])
+        rows = self.draw_rows[decodes:]
+        chunk = np.searchsorted(rows_end, rows, side="right")
+        others = ((self.starts + self.lengths)[decodes:] - rows_end)[chunk] + rows
+        return np.concatenate((self.starts[:decodes], others))
+
 
 @dataclass(slots=True)
 class StepResult:

@@ -1,8 +1,10 @@
 """Decode steps of an engine as rounds of the device (device_round.py): draws, verdicts and drafts without the host.
 
 A plan of decodes alone, whose requests a round serves, runs as two graphs: the padded forward pass, and what follows
-it. The host names the slots, waits for the report, and books it in the cache as the runner's own path would have; any
-other plan takes that path, and the slots come back with their next plan of decodes, their drafts forgotten.
+it. The host names the slots and goes on; the report, which it reads when it asks for it, is booked in the cache as the
+runner's own path would have done. So a round may begin behind one that has not ended, if it `follows` it: then the
+device does not wait for the host between them. Any other plan takes the runner's path, and the slots come back with
+their next plan of decodes, their drafts forgotten.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from deepinfer.cache.draft_window import PaddedDraftWindow
+from deepinfer.cache.edits import SetTable
 from deepinfer.cache.graph_step import commit_rows
 from deepinfer.cache.storage import CacheStorage
-from deepinfer.engine.device_round import DeviceRound, DraftsOfRound, Round, RoundColumns, serves
+from deepinfer.engine.device_round import DeviceRound, DraftsOfRound, Mark, PendingResult, Round, RoundColumns, serves
 from deepinfer.engine.graphs import GraphedModel, PaddedStep
 from deepinfer.engine.plan import StepPlan, StepResult
 from deepinfer.engine.sampling_state import SamplingState
@@ -75,6 +78,7 @@ class Rounds:
             self._columns, tokens, max_model_len=max_model_len, drafter=drafter, calibration=calibration
         )
         self._inside = np.zeros(slots, np.bool_)  # whose columns are up to date
+        self._last_end: Mark | None = None  # of the round that began last
         self._finishes: dict[tuple[PaddedStep, Variant], Graph] = {}
 
     def leave(self, slots: Whole | list[int]) -> None:
@@ -93,13 +97,20 @@ class Rounds:
         step = self._forward.step_for(order.most_rows, len(plan.slots))
         return None if step is None else (step, order)
 
-    def run(self, step: PaddedStep, order: Round) -> StepResult:
-        """One round, booked."""
-        slots, storage = order.slots, self._storage
-        starts = storage.lengths(slots).copy()
+    def follows(self, plan: StepPlan) -> bool:
+        """Whether the plan may begin behind a round that is not booked: it is a round of sequences that went on in
+        rounds, whose lengths only the device knows now, and changes nothing besides but tables, which grow."""
+        if plan.admissions or not all(isinstance(order, SetTable) for order in plan.edits):
+            return False
+        return bool(self._inside[plan.slots].all()) and self.step_of(plan) is not None
+
+    def begin(self, step: PaddedStep, order: Round, *, behind: bool = False) -> RoundInFlight:
+        """One round, asked of the device. behind: of one that has not ended, which it `follows`. Rounds are to be ended
+        in the order in which they began."""
+        slots = order.slots
         new = slots[~self._inside[slots]]
         if new.size:
-            self._columns.enter(self._sampling, new, storage.lengths(new))
+            self._columns.enter(self._sampling, new, self._storage.lengths(new))
             self._inside[new] = True
         variant = order.drawn, order.truncated, order.propose
         finish = self._finish(step, variant) if step.captured else None
@@ -110,13 +121,14 @@ class Rounds:
             self._finish_eagerly(step.rows, logits, variant)
         else:
             finish.replay()
-        result = self._rounds.collect(order, step.rows).result()
-        counts = np.ones_like(slots) if result.counts is None else result.counts
-        verified = np.zeros_like(slots) if result.num_verified is None else result.num_verified
-        self._book(slots, starts, verified, counts)
-        return result
+        pending = self._rounds.collect(order, step.rows)
+        before = self._last_end if behind else None
+        self._last_end = pending.end
+        return RoundInFlight(self, slots, pending, before)
 
-    def _book(self, slots: Whole, starts: Whole, verified: Whole, counts: Whole) -> None:
+    def book(self, slots: Whole, verified: Whole, counts: Whole) -> None:
+        """These slots verified so many drafts and have so many tokens more, [slots] each."""
+        starts = self._storage.lengths(slots).copy()
         none = np.zeros_like(starts)
         batch = Batch(
             token_ids=self._columns.lengths,  # nobody asks; it says on which device
@@ -149,3 +161,22 @@ class Rounds:
             work = partial(self._finish_eagerly, step.rows, logits, variant)
             self._finishes[key], _ = record(work, self._forward.memory_pool)
         return self._finishes[key]
+
+
+class RoundInFlight:
+    """A round that the device has before it."""
+
+    def __init__(self, rounds: Rounds, slots: Whole, pending: PendingResult, before: Mark | None) -> None:
+        """before: when the round ends that it follows."""
+        self._rounds, self._slots, self._pending, self._before = rounds, slots, pending, before
+
+    def end(self) -> StepResult:
+        """Waits for its report, and books it."""
+        result = self._pending.result()
+        if self._before is not None:
+            result.idle_seconds = self._pending.start.seconds_after(self._before)
+        slots = self._slots
+        counts = np.ones_like(slots) if result.counts is None else result.counts
+        verified = np.zeros_like(slots) if result.num_verified is None else result.num_verified
+        self._rounds.book(slots, verified, counts)
+        return result

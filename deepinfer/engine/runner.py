@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +22,16 @@ from torch import Tensor
 
 from deepinfer.cache.edits import CopySlot, Edit, OpenSlot, Restore, SetLength
 from deepinfer.config import VERIFY_ROWS
+from deepinfer.engine.draws import Chunks, StepDraws, no_draws, stuck
 from deepinfer.engine.errors import OutOfMemoryStepError
 from deepinfer.engine.plan import Admission, StepPlan, StepResult
 from deepinfer.engine.prompt_logprobs import score_prompts
-from deepinfer.engine.sampler import choose, list_top, logprobs_of
-from deepinfer.engine.sampling_state import CONSTRAINED, SamplingState
-from deepinfer.engine.slot_constraints import StepMasks
-from deepinfer.engine.speculator import Speculator, TruncatingStorage, VerifyRows
+from deepinfer.engine.sampling_state import SamplingState
+from deepinfer.engine.speculator import Speculator, TruncatingStorage
 from deepinfer.kernels.streams import OutOfMemory
 from deepinfer.model.batch import Batch
 from deepinfer.speculation.calibration import Calibration
-from deepinfer.speculation.constraint import MaskFiller, Masks
+from deepinfer.speculation.constraint import MaskFiller
 from deepinfer.speculation.propose import Drafter
 
 if TYPE_CHECKING:
@@ -55,12 +54,27 @@ class StepModel(Protocol):
     def forward(self, batch: Batch, storage: Any) -> Tensor: ...
 
 
+class PendingStep(Protocol):
+    """A step that the device has before it."""
+
+    def end(self) -> StepResult:
+        """Waits for it. Once, and of several in the order in which they began; raises what goes wrong."""
+
+
 class Runner(ABC):
     """Whatever computes plans: the model, or in a benchmark of the host something that only takes its time."""
 
     @abstractmethod
     def run(self, plan: StepPlan) -> StepResult:
         """Carries a plan out; raises what goes wrong."""
+
+    def begin(self, plan: StepPlan, *, behind: bool) -> StepResult | PendingStep | None:
+        """Carries a plan out as far as that needs no answer of the device.
+
+        behind: a step that has begun has not ended. None then, and nothing has happened, where the plan cannot begin
+        before that is over.
+        """
+        return None if behind else self.run(plan)
 
     def run_guarded(self, plan: StepPlan) -> StepResult:
         """`run`, with what it raises as the result's `error`."""
@@ -70,22 +84,21 @@ class Runner(ABC):
         except Exception as error:
             return failed_result(error, time.perf_counter() - begin)
 
+    def begin_guarded(self, plan: StepPlan, *, behind: bool) -> StepResult | PendingStep | None:
+        """The same of `begin`."""
+        begin = time.perf_counter()
+        try:
+            return self.begin(plan, behind=behind)
+        except Exception as error:
+            return failed_result(error, time.perf_counter() - begin)
 
-class _Chunks(NamedTuple):
-    """Where a step's chunks really start and how long they are, [chunks] each: `starts`, `lengths` and `num_logits` of
-    the plan where nothing is drafted."""
 
-    starts: Whole
-    lengths: Whole
-    num_logits: Whole
-
-
-class _Asked(NamedTuple):
-    """The masks of a step, on their way. Of each draw, as many rows as it has drafts and one more."""
-
-    constrained: npt.NDArray[np.bool_]  # [draws]
-    counts: Whole  # [draws] rows of masks, 0 where nothing constrains
-    masks: StepMasks
+def end_guarded(step: PendingStep) -> StepResult:
+    """The same of its end."""
+    try:
+        return step.end()
+    except Exception as error:
+        return failed_result(error)
 
 
 class ModelRunner(Runner):
@@ -134,6 +147,7 @@ class ModelRunner(Runner):
                 max_model_len=max_model_len,
                 calibration=calibration,
             )
+        self._draws = StepDraws(self.tokens, self.sampling, self.speculator)
         self.rounds: Rounds | None = None  # set by whoever has padded steps (build.py)
         self._max_model_len = max_model_len
         self._threads, self._clock = threads, clock
@@ -145,9 +159,21 @@ class ModelRunner(Runner):
         the plan half done: no sequence that it names can go on. OutOfMemoryStepError wherever the device had no memory
         left: for inputs, in the forward pass, in draws or drafts.
         """
+        step = self.begin(plan, behind=False)
+        assert step is not None
+        return step if isinstance(step, StepResult) else step.end()
+
+    def begin(self, plan: StepPlan, *, behind: bool) -> StepResult | PendingStep | None:
+        """Raises as `run`. A plan that is a round of the device is all that can be pending, and go behind another."""
+        with self._guarded(plan), torch.inference_mode(), self._threads():
+            if behind and (self.rounds is None or not self.rounds.follows(plan)):
+                return None
+            return self._begin(plan, behind)
+
+    @contextmanager
+    def _guarded(self, plan: StepPlan) -> Iterator[None]:
         try:
-            with torch.inference_mode(), self._threads():
-                return self._run(plan)
+            yield
         except (OutOfMemory, OutOfMemoryStepError) as error:
             cause = error.__cause__ if isinstance(error, OutOfMemoryStepError) else error
             for raised in (error, cause):  # what the frames of the step hold is what the next one needs
@@ -156,42 +182,36 @@ class ModelRunner(Runner):
                 raise
             raise OutOfMemoryStepError(int(plan.lengths.sum())) from error
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _begin(self, plan: StepPlan, behind: bool) -> StepResult | PendingStep:
         begin = self._clock()
-        positions = self._draw_positions(plan)
+        positions = plan.draw_positions()
         self._check(plan, positions)
         self.storage.apply(plan.edits)
         self._admit(plan.admissions)
-        if (result := self._round(plan)) is not None:
-            result.prepare_seconds = 0.0
-        elif plan.slots.size:
-            chunks = self._chunks(plan)
-            batch = self._batch(plan, chunks)
-            asked = self._ask_constraints(plan, chunks)
-            prepared = self._clock() - begin
-            logits = self.model.forward(batch, self.storage)
-            masks = None if asked is None else asked.masks.result()  # before the forks, which copy constraints
-            self._fork(plan)
-            decode_rows = int(chunks.num_logits[: plan.num_decodes].sum())
-            scores = score_prompts(logits[decode_rows:], plan.scores)
-            positions[: plan.num_decodes] = chunks.starts[: plan.num_decodes]
-            if self.speculator is None:
-                result = self._draw(plan, positions, logits, masks)
-            else:
-                drafts = np.zeros_like(plan.draw_slots)
-                drafts[: plan.num_decodes] = chunks.lengths[: plan.num_decodes] - 1
-                rows = VerifyRows(plan.draw_slots, positions, drafts)
-                result = self._draw_with_drafts(plan, rows, logits, batch.token_ids, self.speculator, masks)
-            if asked is not None and masks is not None and not result.valid.all():
-                result.stuck = _stuck(asked, masks, result)
-            result.scores = scores
-            result.prepare_seconds = prepared
-        else:
-            result = _no_draws()
+        if (step := self._round(plan, behind)) is not None:
+            return step
+        result = self._compute(plan, positions, begin) if plan.slots.size else no_draws()
         result.device_seconds = self._clock() - begin
         return result
 
-    def _round(self, plan: StepPlan) -> StepResult | None:
+    def _compute(self, plan: StepPlan, positions: Whole, begin: float) -> StepResult:
+        chunks = self._chunks(plan)
+        batch = self._batch(plan, chunks)
+        asked = self._draws.ask_constraints(plan, chunks)
+        prepared = self._clock() - begin
+        logits = self.model.forward(batch, self.storage)
+        masks = None if asked is None else asked.masks.result()  # before the forks, which copy constraints
+        self._fork(plan)
+        decode_rows = int(chunks.num_logits[: plan.num_decodes].sum())
+        scores = score_prompts(logits[decode_rows:], plan.scores)
+        positions[: plan.num_decodes] = chunks.starts[: plan.num_decodes]
+        result = self._draws.draw(plan, chunks, positions, logits, batch.token_ids, masks)
+        if asked is not None and masks is not None and not result.valid.all():
+            result.stuck = stuck(asked, masks, result)
+        result.scores, result.prepare_seconds = scores, prepared
+        return result
+
+    def _round(self, plan: StepPlan, behind: bool) -> PendingStep | None:
         """The plan as a round of the device, None where it is none."""
         if self.rounds is None:
             return None
@@ -204,19 +224,9 @@ class ModelRunner(Runner):
             return None
         if self.speculator is not None:
             self.speculator.forget(plan.slots)
-        return self.rounds.run(*found)
+        return self.rounds.begin(*found, behind=behind)
 
     # -- before the forward pass ----------------------------------------------------------------------------------
-
-    @staticmethod
-    def _draw_positions(plan: StepPlan) -> Whole:
-        """Positions [draws] of the newest token before each draw; of decodes, what they are at most."""
-        decodes = plan.num_decodes
-        rows_end = np.cumsum(plan.num_logits[decodes:])
-        rows = plan.draw_rows[decodes:]
-        chunk = np.searchsorted(rows_end, rows, side="right")
-        others = ((plan.starts + plan.lengths)[decodes:] - rows_end)[chunk] + rows
-        return np.concatenate((plan.starts[:decodes], others))
 
     def _check(self, plan: StepPlan, positions: Whole) -> None:
         # The table is read and written by flat places: one beyond a row's end is another sequence's first token.
@@ -244,21 +254,21 @@ class ModelRunner(Runner):
         if self.speculator is not None:
             self.speculator.forget([admission.slot for admission in admissions])
 
-    def _chunks(self, plan: StepPlan) -> _Chunks:
+    def _chunks(self, plan: StepPlan) -> Chunks:
         decodes = plan.num_decodes
         if self.speculator is None or not decodes:
-            return _Chunks(plan.starts, plan.lengths, plan.num_logits)
+            return Chunks(plan.starts, plan.lengths, plan.num_logits)
         starts, lengths, num_logits = plan.starts.copy(), plan.lengths.copy(), plan.num_logits.copy()
         starts[:decodes] = self.speculator.starts(plan)
         self._check_length(plan, int(starts[:decodes].max()) + 1)
         lengths[:decodes] = num_logits[:decodes] = 1 + self.speculator.lengths(plan, starts[:decodes])
-        return _Chunks(starts, lengths, num_logits)
+        return Chunks(starts, lengths, num_logits)
 
-    def _batch(self, plan: StepPlan, chunks: _Chunks) -> Batch:
+    def _batch(self, plan: StepPlan, chunks: Chunks) -> Batch:
         starts, lengths = chunks.starts, chunks.lengths
         first_rows = np.cumsum(lengths) - lengths
         positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
-        places = self._places(np.repeat(plan.slots, lengths), positions)
+        places = self._draws.places(np.repeat(plan.slots, lengths), positions)
         return Batch.from_arrays(
             slots=plan.slots,
             starts=starts,
@@ -270,33 +280,6 @@ class ModelRunner(Runner):
             keep_from=plan.keep_from,
             device=self.tokens.device,
         )
-
-    def _places(self, slots: Whole, positions: Whole) -> Tensor:
-        """Where tokens of these slots and positions stand in the flat table."""
-        return self.sampling.place(slots * self.tokens.shape[1] + positions)
-
-    def _ask_constraints(self, plan: StepPlan, chunks: _Chunks) -> _Asked | None:
-        """What may follow in the rows of constrained draws; None if there are none."""
-        slots = plan.draw_slots.copy()
-        for fork in plan.forks:  # a completion begins where its parent stands
-            slots[slots == fork.child] = fork.parent
-        constrained = self.sampling.flags[slots] & CONSTRAINED != 0
-        if not constrained.any():
-            return None
-        decodes = plan.num_decodes
-        counts = np.ones_like(slots)
-        counts[:decodes] = chunks.lengths[:decodes]
-        counts[~constrained] = 0
-        drafts = np.maximum(counts[:decodes] - 1, 0)
-        before = np.arange(drafts.sum()) - np.repeat(drafts.cumsum() - drafts, drafts)
-        positions = np.repeat(chunks.starts[:decodes] + 1, drafts) + before
-        token_ids = self.tokens.view(-1)[self._places(np.repeat(slots[:decodes], drafts), positions)].tolist()
-        ends = np.zeros(len(slots) + 1, np.int64)
-        ends[1 : decodes + 1] = drafts.cumsum()
-        ends[decodes + 1 :] = ends[decodes]
-        own = np.flatnonzero(constrained).tolist()
-        paths = [token_ids[ends[i] : ends[i + 1]] for i in own]
-        return _Asked(constrained, counts, self.sampling.constraints.begin(slots[own].tolist(), paths))
 
     # -- after the forward pass -----------------------------------------------------------------------------------
 
@@ -310,96 +293,9 @@ class ModelRunner(Runner):
             if self.speculator is not None:
                 self.speculator.forget([child])
 
-    def _draw(self, plan: StepPlan, positions: Whole, logits: Tensor, masks: Masks | None) -> StepResult:
-        """One token per draw. masks: of the rows that are constrained."""
-        slots = plan.draw_slots
-        if not slots.size:
-            return _no_draws()
-        decodes = plan.num_decodes
-        rows = np.concatenate((np.arange(decodes), plan.draw_rows[decodes:] + decodes))
-        logits = self._select(logits, rows)
-        chosen = choose(logits, slots, positions, self.sampling, masks)
-        self.tokens.view(-1)[self._places(slots, positions + 1)] = chosen.token_ids.int()
-        valid = chosen.valid.cpu().numpy()
-        self.sampling.append(slots, chosen.token_ids, valid)
-        return StepResult(
-            token_ids=chosen.token_ids.cpu().numpy(),
-            logprobs=chosen.logprobs.cpu().numpy(),
-            valid=valid,
-            top=list_top(logits, chosen.token_ids, slots, self.sampling),
-        )
-
-    def _draw_with_drafts(
-        self,
-        plan: StepPlan,
-        rows: VerifyRows,
-        logits: Tensor,
-        inputs: Tensor,
-        speculator: Speculator,
-        masks: Masks | None,
-    ) -> StepResult:
-        """The drafts that are kept and one token more per draw, and drafts for the next step."""
-        slots, lengths = rows.slots, rows.lengths
-        if not lengths.any():  # as while drafts do not pay
-            result = self._draw(plan, rows.positions, logits, masks)
-            result.counts, result.num_verified = np.ones_like(slots), lengths
-            speculator.forget(slots)
-            if plan.propose and slots.size:
-                result.survivals = speculator.propose(slots, self.sampling.place(result.token_ids))
-            return result
-        firsts, decodes = rows.firsts, plan.num_decodes
-        decode_rows = decodes + int(lengths.sum())
-        logits = self._select(logits, np.concatenate((np.arange(decode_rows), plan.draw_rows[decodes:] + decode_rows)))
-        verdict, accepted = speculator.verify(logits, inputs, rows, masks)
-
-        counts = accepted + 1
-        ends = counts.cumsum()
-        emitted = np.arange(ends[-1]) - np.repeat(ends - counts, counts)  # how many of its draw came before
-        draws = np.repeat(np.arange(len(slots)), counts)
-        width = verdict.token_ids.shape[1]
-        token_ids = verdict.token_ids.view(-1)[self.sampling.place(draws * width + emitted)]
-        newest = token_ids if len(token_ids) == len(slots) else token_ids[self.sampling.place(ends - 1)]
-        # Drafts that are kept stand in the table already.
-        self.tokens.view(-1)[self._places(slots, rows.positions + counts)] = newest.int()
-        valid = verdict.valid.cpu().numpy()
-        kept = np.ones(len(token_ids), np.bool_)
-        kept[ends - 1] = valid
-        owners = slots[draws]
-        self.sampling.append(owners, token_ids, kept)
-
-        logits = self._select(logits, np.repeat(firsts, counts) + emitted)
-        result = StepResult(
-            token_ids=token_ids.cpu().numpy(),
-            logprobs=logprobs_of(logits, token_ids).cpu().numpy(),
-            valid=valid,
-            top=list_top(logits, token_ids, owners, self.sampling),
-            counts=counts,
-            num_verified=lengths,
-        )
-        if plan.propose:
-            result.survivals = speculator.propose(slots, newest)
-        return result
-
-    def _select(self, logits: Tensor, rows: Whole) -> Tensor:
-        if rows.size == len(logits) and (rows == np.arange(rows.size)).all():
-            return logits
-        return logits.index_select(0, self.sampling.place(rows))
-
-
-def _stuck(asked: _Asked, masks: Masks, result: StepResult) -> npt.NDArray[np.bool_]:
-    """Draws without a valid token because nothing may follow, bool [draws]."""
-    last = asked.counts.cumsum() - asked.counts + (0 if result.counts is None else result.counts - 1)
-    stuck = asked.constrained & ~result.valid
-    stuck[stuck] = ~masks[last[stuck]].any(-1)
-    return stuck
-
 
 def failed_result(error: BaseException, device_seconds: float = 0.0) -> StepResult:
     """The answer to a step that raised, or that was not run because an earlier one did."""
-    result = _no_draws()
+    result = no_draws()
     result.error, result.device_seconds = error, device_seconds
     return result
-
-
-def _no_draws() -> StepResult:
-    return StepResult(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.bool_))

@@ -100,8 +100,10 @@ def test_steps_without_drafts_and_a_packed_cache() -> None:
     assert rank.kv_format == "packed"
     rank.open_sequences()
     before = rank.storage.lengths(rank._slots).copy()
-    assert rank.decode_step() == (3, 3)
-    assert (rank.storage.lengths(rank._slots) == before + 1).all()
+    steps = list(rank.decode_steps(4))
+    assert [(step.rows, step.tokens) for step in steps] == [(3, 3)] * 4
+    assert all(step.seconds > 0 for step in steps)
+    assert (rank.storage.lengths(rank._slots) == before + 4).all()
     rank.close_sequences()
     for narrowed in (True, False):
         batch = rank.prefill_batch(narrowed)

@@ -48,7 +48,7 @@ def model(draft_checkpoint: Path):
 
 
 def outputs(checkpoint: Path, model, config: EngineConfig, patch: pytest.MonkeyPatch, rounds: bool):
-    """Tokens of the prompts, and how many plans ran as rounds."""
+    """Tokens of the prompts, and of every plan that ran as a round whether it began before the one before it ended."""
     made, ran = [], []
     patch.setattr(build, "ModelRunner", lambda *a, **rest: made.append(ModelRunner(*a, **rest)) or made[-1])
     core = build.build_core(checkpoint, model, config)
@@ -64,8 +64,8 @@ def outputs(checkpoint: Path, model, config: EngineConfig, patch: pytest.MonkeyP
             draft_model=model.draft if config.drafts else None,
             drafts=config.drafts,
         )
-        run = runner.rounds.run
-        patch.setattr(runner.rounds, "run", lambda *found: ran.append(len(found[1].slots)) or run(*found))
+        begin = runner.rounds.begin
+        patch.setattr(runner.rounds, "begin", lambda *found, **how: ran.append(how["behind"]) or begin(*found, **how))
     engine = Engine(core)
     draw = torch.Generator().manual_seed(5)
     for number, params in enumerate(PARAMS):
@@ -90,6 +90,7 @@ def test_tokens_are_those_of_the_runners_own_path(draft_checkpoint, model, monke
         assert own == pytest.approx(theirs, abs=1e-4)
     assert none == []
     assert len(ran) >= 3
+    assert ran.count(True) >= 2 if overlap else not any(ran)
 
 
 def test_padded_draft_windows_show_what_planned_ones_show() -> None:

@@ -48,7 +48,7 @@ def kv_format() -> str:
 
 
 class NanoEngine:
-    """An engine, its runner, and how many of its plans ran as rounds."""
+    """An engine, its runner, and how many of its plans ran as rounds, and of these behind one that had not ended."""
 
     def __init__(self, **changes: Any) -> None:
         """changes: fields of EngineConfig."""
@@ -66,14 +66,15 @@ class NanoEngine:
         (self.runner,) = made
         self.engine = Engine(core)
         self.rounds = self.runner.rounds
-        self.rounds_run = 0
+        self.rounds_run = self.rounds_behind = 0
         if self.rounds is not None:
-            self.rounds.run = self._counted(self.rounds.run)  # type: ignore[method-assign]
+            self.rounds.begin = self._counted(self.rounds.begin)  # type: ignore[method-assign]
 
-    def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*found: Any) -> Any:
+    def _counted(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*found: Any, behind: bool) -> Any:
             self.rounds_run += 1
-            return run(*found)
+            self.rounds_behind += behind
+            return begin(*found, behind=behind)
 
         return counted
 

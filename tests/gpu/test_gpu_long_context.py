@@ -36,7 +36,7 @@ class TestMillion:
         assert rank.kv_bytes_per_token == pytest.approx(890)
         rank.open_sequences()
         for _ in range(2):
-            assert rank.decode_step() == (1, 1)
+            assert [step[:2] for step in rank.decode_steps(1)] == [(1, 1)]
         with torch.inference_mode():
             batch, tokens = rank.verify_batch(), rank.storage.last_tokens.clone()
 
