@@ -18,7 +18,7 @@ from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previ
 from deepinfer.kernels.triton.runtime import launch
 
 SMALL_CHUNK = 128  # slots of a program; up to SMALL_SLOTS each one counts all slots for itself, without a launch before
-SMALL_SLOTS = 4096
+SMALL_SLOTS = 4096  # 16 a thread
 LARGE_CHUNK = 256
 WARPS = 8
 
@@ -88,14 +88,14 @@ def place_arguments(ids: Tensor, buffers: PlanBuffers) -> tuple[object, ...]:
     return *tensors, slots, len(plan.blocks), buffers.first, buffers.chunks
 
 
-def place_options(buffers: PlanBuffers) -> dict[str, int | bool]:
+def place_options(buffers: PlanBuffers) -> dict[str, int]:
     """And its constants."""
     return {
         "EXPERTS": buffers.experts,
         "WIDTH": buffers.scratch.shape[2],
         "CHUNK": buffers.chunk,
         "ROWS": buffers.plan.block_rows,
-        "SMALL": buffers.small,
+        "SPAN": triton.next_power_of_2(max(buffers.plan.order.numel(), 256)) if buffers.small else 0,
     }
 
 
@@ -140,24 +140,17 @@ def _before(values, WIDTH: tl.constexpr):
 @triton.jit
 def place_slots(
     chunk, ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Program `chunk` of `chunks`. scratch: a row of five lists for each, the first its counts (not SMALL: of
-    `_count_kernel`)."""
+    """Program `chunk` of `chunks`. SPAN: at least `count`, where each program counts all slots; 0 = `_count_kernel` did.
+    scratch: a row of five lists for each, the first its counts."""
     mine = scratch + chunk * (5 * WIDTH)
     expert = tl.arange(0, WIDTH)
-    if SMALL:
-        tl.store(mine + expert, 0)
-        tl.store(mine + WIDTH + expert, 0)
-        tl.debug_barrier()
-        for start in range(0, count, CHUNK):
-            named = _local(ids, start + tl.arange(0, CHUNK), count, first, EXPERTS)
-            tl.atomic_add(mine + named, 1, sem="relaxed")
-            if start < chunk * CHUNK:
-                tl.atomic_add(mine + WIDTH + named, 1, sem="relaxed")
-        tl.debug_barrier()
-        total = tl.load(mine + expert, volatile=True)
-        earlier = tl.load(mine + WIDTH + expert, volatile=True)
+    if SPAN > 0:
+        slots = tl.arange(0, SPAN)
+        everybody = _local(ids, slots, count, first, EXPERTS)
+        total = tl.histogram(everybody, WIDTH)
+        earlier = tl.histogram(tl.where(slots < chunk * CHUNK, everybody, EXPERTS), WIDTH)
     else:
         total = tl.zeros((WIDTH,), tl.int32)
         earlier = tl.zeros((WIDTH,), tl.int32)
@@ -182,7 +175,7 @@ def place_slots(
     slot = chunk * CHUNK + inside
     named = _local(ids, slot, count, first, EXPERTS)
     rank = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, CHUNK, 32):
+    for start in tl.static_range(0, CHUNK, 32):  # unrolled: the loads are on their way together
         other = start + tl.arange(0, 32)
         others = _local(ids, chunk * CHUNK + other, count, first, EXPERTS)
         rank += tl.sum(((named[:, None] == others[None, :]) & (other[None, :] < inside[:, None])).to(tl.int32), axis=1)
@@ -211,11 +204,11 @@ def place_slots(
 @triton.jit(do_not_specialize=["count", "num_blocks", "first", "chunks"])
 def _place_kernel(
     ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_previous()
     place_slots(
         tl.program_id(0), ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS, WIDTH, CHUNK,
-        ROWS, SMALL,
+        ROWS, SPAN,
     )  # fmt: skip

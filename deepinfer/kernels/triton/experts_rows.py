@@ -50,7 +50,7 @@ def _quantize_kernel(x, codes, scale, stride, WIDTH: tl.constexpr, GROUPS: tl.co
 @triton.jit(do_not_specialize=["count", "num_blocks", "first", "chunks"])
 def _prepare_kernel(
     ids, order, places, blocks, scratch, count, num_blocks, first, chunks, x, codes, scale, stride,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
     ROW_WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     start_next()
@@ -59,7 +59,7 @@ def _prepare_kernel(
     if program < chunks:
         place_slots(
             program, ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS, WIDTH, CHUNK,
-            ROWS, SMALL,
+            ROWS, SPAN,
         )  # fmt: skip
     else:
         _quantize_row(x, codes, scale, (program - chunks).to(tl.int64), stride, ROW_WIDTH, GROUPS)

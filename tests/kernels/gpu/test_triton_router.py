@@ -8,7 +8,8 @@ from torch import Tensor
 from twins import DEVICE
 
 from deepinfer.kernels.reference import router as reference
-from deepinfer.kernels.triton.router import route
+from deepinfer.kernels.triton import router
+from deepinfer.kernels.triton.router import gate_logits, route
 
 
 def logits_of(tokens: int, experts: int) -> Tensor:
@@ -62,3 +63,27 @@ def test_numbers_that_are_none_still_choose_experts_that_exist() -> None:
 def test_more_choices_than_experts_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be chosen"):
         route(torch.zeros(1, 4, device=DEVICE), torch.zeros(4, device=DEVICE), topk=5, scale=1.0, normalize=True)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "width"), [(3, 48, 256), (70, 12, 128), (2, 70, 512)])
+def test_logits_are_the_product_whether_apart_or_not(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, width: int
+) -> None:
+    draw = torch.Generator().manual_seed(7)
+    x, gate = (torch.randn(rows, width, generator=draw).bfloat16().to(DEVICE) for rows in (tokens, experts))
+    logits = gate_logits(x, gate)
+    parts = router.part_count(width)
+    assert logits.shape == ((parts, tokens, experts) if parts > 1 else (tokens, experts))
+    whole = logits.sum(0) if parts > 1 else logits
+    torch.testing.assert_close(whole, x.float() @ gate.float().T, rtol=1e-5, atol=1e-4)
+    bias = torch.zeros(experts, device=DEVICE)
+    chosen = route(logits, bias, topk=5, scale=1.5, normalize=True, with_scores=True)
+    alone = route(gate_logits(x[-1:], gate), bias, topk=5, scale=1.5, normalize=True, with_scores=True)
+    monkeypatch.setattr(router, "APART_ROWS", 0)
+    together = gate_logits(x, gate)
+    assert together.shape == (tokens, experts)
+    same = route(together, bias, topk=5, scale=1.5, normalize=True, with_scores=True)
+    for one, other, single in zip(chosen, same, alone, strict=True):
+        assert one is not None and other is not None and single is not None
+        assert torch.equal(one, other)
+        assert torch.equal(one[-1:], single)
