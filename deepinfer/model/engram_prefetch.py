@@ -8,6 +8,7 @@ row numbers on the host, best a step ahead (a prompt's are known). Both give row
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from deepinfer.kernels.triton.quantize import Fp8Rows
 from deepinfer.model.engram_table import EngramTable
 from deepinfer.model.page_locked import Bytes, PageLocked, available_bytes
 from deepinfer.model.safetensors_header import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 Placement = Literal["pinned", "mapped"]
 GATHER_THREADS = 16  # rows of a mapped file wait for the disk one page each; a thread waits for one page at a time
@@ -61,6 +64,10 @@ def choose_placement(tables: Mapping[int, EngramTable]) -> Placement:
     return "pinned" if size <= MOST_OF_MEMORY * available_bytes() else "mapped"
 
 
+def table_bytes(tables: Mapping[int, EngramTable]) -> int:
+    return sum(part.nbytes for table in tables.values() for part in table_arrays(table))
+
+
 class EngramPrefetch:
     """`start` with a step's row numbers as early as they are known, `take` in each Engram layer, `check` once the
     step's results are on the host. Steps are taken in the order in which they were started."""
@@ -76,7 +83,8 @@ class EngramPrefetch:
     ) -> None:
         """tables by layer. columns: rows a token reads (orders * heads). On a CUDA device "pinned" copies tables of
         files into page-locked memory and locks those that are in memory where they are; RuntimeError where the system
-        does not allow as much."""
+        does not allow as much. "auto": as `choose_placement` says, and mapped where pinning fails; on a GPU a warning
+        in the log says so, and what it costs."""
         self.placement: Placement = choose_placement(tables) if placement == "auto" else placement
         self.columns, self.device = columns, device
         self.tables = dict(tables)
@@ -85,13 +93,23 @@ class EngramPrefetch:
         self._arrays = {layer: table_arrays(table) for layer, table in self.tables.items()}
         self._locks: list[PageLocked] = []
         self._pinned: dict[int, tuple[Tensor, Tensor]] = {}
+        refused = ""
         if self.placement == "pinned":
-            for layer, arrays in self._arrays.items():
-                if on_gpu:
-                    self._locks += [PageLocked(part) for part in arrays]
-                    self._pinned[layer] = self._locks[-2].tensor, self._locks[-1].tensor
-                else:
-                    self._pinned[layer] = torch.tensor(arrays[0]), torch.tensor(arrays[1])
+            try:
+                self._pin(on_gpu)
+            except RuntimeError as error:
+                self._unpin()
+                if placement != "auto":
+                    raise
+                self.placement, refused = "mapped", str(error)
+        if placement == "auto" and self.placement == "mapped":
+            needed = f"{table_bytes(tables) / 2**30:,.1f} GiB"
+            logger.warning(
+                "Engram tables of %s stay in their files: %s. Every decode step waits for the host to read its rows, "
+                "and so do prompts; host memory for all of them avoids it",
+                needed,
+                refused or f"{available_bytes() / 2**30:,.1f} GiB of host memory are available, and a share is left",
+            )
         # Page-locked, so that kernels write it and the host reads it without asking the device.
         self._problems = {layer: torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu) for layer in self.tables}
         self._pending: dict[int, deque[_Folded | _Gathered]] = {layer: deque() for layer in self.tables}
@@ -170,6 +188,17 @@ class EngramPrefetch:
                 pool.shutdown(cancel_futures=True)
         for pending in self._pending.values():
             pending.clear()
+        self._unpin()
+
+    def _pin(self, on_gpu: bool) -> None:
+        for layer, arrays in self._arrays.items():
+            if on_gpu:
+                self._locks += [PageLocked(part) for part in arrays]
+                self._pinned[layer] = self._locks[-2].tensor, self._locks[-1].tensor
+            else:
+                self._pinned[layer] = torch.tensor(arrays[0]), torch.tensor(arrays[1])
+
+    def _unpin(self) -> None:
         self._pinned.clear()
         for lock in self._locks:
             lock.close()

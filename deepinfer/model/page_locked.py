@@ -35,12 +35,12 @@ class PageLocked:
     bytes, which decides how wide a kernel reads."""
 
     def __init__(self, source: Bytes) -> None:
-        """source: contiguous. RuntimeError where the system refuses to lock so much."""
-        self.tensor: Tensor = torch.from_numpy(source if source.flags.writeable else _copied(source))
+        """source: contiguous. RuntimeError where the system refuses to give or to lock so much."""
         try:
-            unlock = page_lock(self.tensor)
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; keep the Engram tables mapped instead") from None
+            self.tensor: Tensor = torch.from_numpy(source if source.flags.writeable else _copied(source))
+        except OSError as error:
+            raise RuntimeError(f"no {source.nbytes / 2**30:,.1f} GiB of host memory for a copy: {error}") from None
+        unlock = page_lock(self.tensor)
         # Also where nobody closes it: memory that is freed while it is locked cannot be locked again.
         self._unlock = weakref.finalize(self, unlock)
 

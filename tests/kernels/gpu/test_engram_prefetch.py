@@ -13,7 +13,7 @@ from twins import DEVICE
 from deepinfer.kernels.triton.quantize import quantize_rows
 from deepinfer.model.engram_prefetch import EngramPrefetch, choose_placement
 from deepinfer.model.engram_table import EngramTable
-from deepinfer.model.page_locked import available_bytes
+from deepinfer.model.page_locked import PageLocked, available_bytes
 from deepinfer.model.safetensors_header import CheckpointError, StoredTensor
 
 COLUMNS, HEAD, ROWS = 6, 64, 300
@@ -158,3 +158,44 @@ def test_a_graph_reads_pinned_rows_anew_at_every_replay(tables: dict[int, Engram
             assert torch.equal(got.float(), expected.float())
     torch.cuda.synchronize()
     prefetch.close()
+
+
+def test_where_the_system_locks_no_memory_auto_keeps_tables_mapped_and_says_so(
+    tables: dict[int, EngramTable], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused at the second table: what was locked before is given back."""
+    locked: list[int] = []
+    pin, unpin = EngramPrefetch._pin, EngramPrefetch._unpin
+
+    def refuse(prefetch: EngramPrefetch, on_gpu: bool) -> None:
+        pin(prefetch, on_gpu)
+        locked.append(len(prefetch._pinned))
+        raise RuntimeError("94.5 GiB of host memory could not be page-locked")
+
+    monkeypatch.setattr(EngramPrefetch, "_pin", refuse)
+    monkeypatch.setattr(
+        EngramPrefetch, "_unpin", lambda prefetch: (unpin(prefetch), locked.append(len(prefetch._pinned)))
+    )
+    with pytest.raises(RuntimeError, match="could not be page-locked"):
+        EngramPrefetch(tables, columns=COLUMNS, device=DEVICE, placement="pinned")
+    assert locked == [2, 0]
+    prefetch = EngramPrefetch(tables, columns=COLUMNS, device=DEVICE)
+    assert prefetch.placement == "mapped" and not prefetch.capturable and locked == [2, 0, 2, 0]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "could not be page-locked" in warning and "decode step waits for the host" in warning
+    rows = some_rows(3, 4)
+    prefetch.start(rows)
+    for layer in LAYERS:
+        assert len(prefetch.take(layer).codes) == 3
+    prefetch.close()
+
+
+def test_memory_that_is_not_there_for_a_copy_is_told_of_as_such(
+    tables: dict[int, EngramTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*args: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("deepinfer.model.page_locked.mmap.mmap", none)
+    with pytest.raises(RuntimeError, match=r"no 0\.0 GiB of host memory for a copy: .*Cannot allocate memory"):
+        PageLocked(tables[1]._codes)
