@@ -14,7 +14,7 @@ from deepinfer.cache.storage import CacheStorage
 from deepinfer.engine.device_round import DraftsOfRound
 from deepinfer.engine.graphs import COUNTS
 from deepinfer.engine.rounds import RoundDraftModel
-from deepinfer.kernels.streams import Graph, record
+from deepinfer.kernels.streams import Graph, OutOfMemory, record
 from deepinfer.kernels.triton.sampling_rows import RowLaws
 from deepinfer.speculation.propose import Drafter, DraftLaw, Proposal, Rule
 
@@ -79,10 +79,16 @@ class GraphedDrafter:
         self._passes = [PaddedDraft(drafter, storage, count) for count in counts]
 
     def capture(self, memory_pool: Any, *, progress: bool = False) -> None:
-        """Record all graphs, the largest first."""
+        """Record all graphs, the largest first. RuntimeError naming what to lower where memory does not suffice."""
         with torch.inference_mode(), tqdm(self._passes, desc="Capturing drafts", disable=not progress) as bar:
             for padded in bar:
-                padded.capture(memory_pool)
+                try:
+                    padded.capture(memory_pool)
+                except OutOfMemory as error:
+                    raise RuntimeError(
+                        f"out of memory while the graph of drafts for {padded.count} sequences was captured: lower "
+                        f"gpu_memory_utilization, num_blocks or max_num_seqs, or use nextn=0"
+                    ) from error
 
     def propose(self, slots: Whole, anchors: Tensor, law: DraftLaw) -> Proposal:
         if (law.rules == Rule.RESIDUAL).any():
