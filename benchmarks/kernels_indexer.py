@@ -162,14 +162,15 @@ def row_case(name: str, rows: int, nbytes: int, keys: bool) -> KernelCase:
             pool = torch.zeros(1 << 16, index_keys.KEY_BYTES, dtype=torch.uint8, device=device)
             places = torch.randperm(len(pool), device=device)[:rows]
             x = torch.randn(rows, DIM, device=device).bfloat16()
-            return Prepared(
-                lambda copy: index_keys.insert_keys(x, pool, places, 128),
-                check=lambda: float(not torch.equal(index_keys.key_rows(pool, places, 128), index_keys.pack_keys(x))),
-                tolerance=0.0,
-            )
+
+            def check() -> float:
+                index_keys.insert_keys(x, pool.fill_(255), places, 128)
+                return float(not torch.equal(index_keys.key_rows(pool, places, 128), index_keys.pack_keys(x)))
+
+            return Prepared(lambda copy: index_keys.insert_keys(x, pool, places, 128), check=check, tolerance=0.0)
         q = torch.randn(rows, HEADS * DIM, device=device).bfloat16()
-        weights = torch.randn(rows, HEADS, device=device)
-        return Prepared(lambda copy: index_keys.index_queries(q, weights, angles.cos(), angles.sin()))
+        weights, cos, sin = torch.randn(rows, HEADS, device=device), angles.cos(), angles.sin()
+        return Prepared(lambda copy: index_keys.index_queries(q, weights, cos, sin))
 
     return KernelCase(name=f"indexer, {name}", area="indexer", shape={"rows": rows}, make=make, bytes=rows * nbytes)
 

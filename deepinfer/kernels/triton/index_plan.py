@@ -21,6 +21,8 @@ from deepinfer.kernels.triton.runtime import launch
 
 UNIT = 128  # entries; the scores' smallest piece of work
 STORED = 4  # a row's scores take multiples of this many units, so that maxima of 512 entries have places of their own
+MOST_TOGETHER = 4  # rows of a group
+WHOLE = 3  # times as many entries as candidates: up to here, groups of rows score them all and share their keys
 MOST_ROWS = 4096  # rows of one plan; the kernel holds them in one program
 
 # Rows of `IndexPlan.rows`.
@@ -39,8 +41,8 @@ HEADER = tl.constexpr(4)  # numbers 0, 4, 8, 12, then where each pass begins in 
 @dataclass(frozen=True)
 class IndexPlan:
     """rows int32 [8, N] and header int32 [4 + passes + 1], as the constants above say. width: rows of a group at most
-    (1 or 4). units: capacity of the scores' memory. gathered: rows choose from candidate blocks. offered: entries that
-    a row chooses from at most."""
+    (1 or 4). units: capacity of the scores' memory. inside: rows choose from candidate blocks. gathered: and have
+    scores of those alone. offered: entries that a row has scores of at most."""
 
     rows: Tensor
     header: Tensor
@@ -48,6 +50,7 @@ class IndexPlan:
     shared: bool
     passes: int
     units: int
+    inside: bool
     gathered: bool
     offered: int
     topk: int
@@ -68,6 +71,7 @@ def plan_rows(
     max_entries: int,
     candidate_blocks: int | None = None,
     memory: int = 512 << 20,
+    width: int = MOST_TOGETHER,
 ) -> IndexPlan:
     """positions, slots, starts int [N], N <= 4,096: position of each row, slot of its sequence, position of its chunk's
     first row. chunks: how many chunks there are room for; with as many as rows, every row is a group of its own.
@@ -77,9 +81,11 @@ def plan_rows(
     n = positions.shape[0]
     if not 0 < n <= MOST_ROWS:
         raise ValueError(f"an index plan takes 1 to {MOST_ROWS} rows, not {n}")
-    gathered = candidate_blocks is not None
-    offered = max_entries if candidate_blocks is None else min(max_entries, 8 * candidate_blocks)
-    width = 1 if gathered or chunks >= n else 4
+    inside = candidate_blocks is not None
+    together = chunks < n
+    gathered = candidate_blocks is not None and not (together and max_entries <= WHOLE * 8 * candidate_blocks)
+    offered = min(max_entries, 8 * (candidate_blocks or 0)) if gathered else max_entries
+    width = width if together and not gathered else 1
     row_units = triton.cdiv(triton.cdiv(offered, UNIT), STORED) * STORED
     share = max(memory // (UNIT * 4), width * row_units)  # units of one pass, before the group that crosses its end
     passes = triton.cdiv(n * row_units, share)
@@ -106,7 +112,9 @@ def plan_rows(
         BLOCK=triton.next_power_of_2(max(n, 16)),
         num_warps=4 if n <= 512 else 16,
     )
-    return IndexPlan(rows, header, width, not gathered and n > 16 * chunks, passes, units, gathered, offered, topk)
+    return IndexPlan(
+        rows, header, width, not gathered and n > 16 * chunks, passes, units, inside, gathered, offered, topk
+    )
 
 
 @triton.jit
@@ -141,8 +149,8 @@ def _plan(
     leader = (k == 0) & real
     count = tl.where(leader, count, 0)
     unit_cost = 1
-    if WIDTH == 4:
-        unit_cost = tl.where(count > 2, 3, 2)
+    if WIDTH > 1:
+        unit_cost = 2 + (count > 2).to(tl.int32) + (count > 4).to(tl.int32)
     cost = tl.where(leader, units * unit_cost, 0)
     number = begin // share
     row = rows + r

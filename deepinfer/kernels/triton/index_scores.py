@@ -188,7 +188,7 @@ def _scores(words, scales, shifts, queries, weights, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _write(pointers, values, mask):
+def write(pointers, values, mask):
     """A store in whatever layout the values have: tl.store would move them through shared memory for longer lines."""
     if INTERPRET:
         tl.store(pointers, values, mask=mask)
@@ -273,8 +273,8 @@ def _paged_group(
         values = _scores(words, scales, shifts, q, w, WIDTH)
         values = tl.where(entry[:, None] < visible[None, :], values, float("-inf"))
         best = tl.max(tl.reshape(values, [KEYS // 8, 8, 4]), 1)
-        _write(scores[None, :] + entry[:, None], values, tl.broadcast_to(there[None, :], [KEYS, 4]))
-        _write(
+        write(scores[None, :] + entry[:, None], values, tl.broadcast_to(there[None, :], [KEYS, 4]))
+        write(
             maxima[None, :] + (tile * (KEYS // 8) + eighth)[:, None], best,
             tl.broadcast_to(there[None, :], [KEYS // 8, 4]),
         )  # fmt: skip
@@ -355,8 +355,8 @@ def _gathered_scores(
                     values = tl.where(there[:, None], values, float("-inf"))
                     best = tl.max(tl.reshape(values, [KEYS // 8, 8, 4]), 1)
                     mine = tl.broadcast_to((u == 0)[None, :], [KEYS, 4])
-                    _write((out + place * _UNIT + i)[:, None] + 0 * u[None, :], values, mine)
+                    write((out + place * _UNIT + i)[:, None] + 0 * u[None, :], values, mine)
                     to = out + capacity + place * (_UNIT // 8) + tile * (KEYS // 8) + eighth
-                    _write(to[:, None] + 0 * u[None, :], best, tl.broadcast_to((u == 0)[None, :], [KEYS // 8, 4]))
+                    write(to[:, None] + 0 * u[None, :], best, tl.broadcast_to((u == 0)[None, :], [KEYS // 8, 4]))
                 position = behind
             row += 1

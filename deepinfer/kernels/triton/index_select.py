@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.triton.index_plan import PASS, PLACE, SEEN, UNIT, VISIBLE, IndexPlan
+from deepinfer.kernels.triton.index_scores import write
 from deepinfer.kernels.triton.runtime import launch
 
 _UNIT = tl.constexpr(UNIT)
@@ -31,16 +32,19 @@ def select_entries(
     """Rows of pass `number`: the best `plan.topk` of their scores (`index_scores.score_memory`) -> entries int32
     [N, topk], ascending, -1 = empty. Also writes the maxima of 64 and 512 entries that it needs.
 
-    candidates int32 [N, blocks]: the scores are those of a gathered plan, and are turned into entries by it.
+    candidates int32 [N, blocks], ascending, -1 = empty: choose inside these blocks. The scores of a gathered plan are
+    theirs alone, and are turned into entries by them; of others, it looks at what the list names.
     """
     n, k = entries.shape
     size = triton.next_power_of_2(8 * k)
-    if plan.offered > 512 * size:
+    blocks = 0 if candidates is None else candidates.shape[1]
+    listed = candidates is not None and not plan.gathered
+    if plan.offered > 512 * size or (listed and blocks > size):
         raise ValueError(f"the best {k} of {plan.offered} entries: at most {512 * size} are served")
     launch(
         _select, (n,), scores, plan.rows, entries, entries if candidates is None else candidates, n,
-        plan.units * UNIT, number, 0 if candidates is None else candidates.stride(0), K=k, SIZE=size, BASE=0,
-        GATHERED=candidates is not None, TOPK=k, **{"num_warps": 8} | meta,
+        plan.units * UNIT, number, 0 if candidates is None else candidates.stride(0), blocks, K=k, SIZE=size, BASE=0,
+        GATHERED=plan.gathered, LISTED=listed, TOPK=k, **{"num_warps": 4} | meta,
     )  # fmt: skip
 
 
@@ -55,8 +59,8 @@ def select_candidates(scores: Tensor, plan: IndexPlan, number: int, blocks: Tens
             f"best {plan.topk} blocks"
         )
     launch(
-        _select, (n,), scores, plan.rows, blocks, blocks, n, plan.units * UNIT, number, 0, K=k, SIZE=size, BASE=1,
-        GATHERED=False, TOPK=plan.topk, **{"num_warps": 16} | meta,
+        _select, (n,), scores, plan.rows, blocks, blocks, n, plan.units * UNIT, number, 0, 0, K=k, SIZE=size, BASE=1,
+        GATHERED=False, LISTED=False, TOPK=plan.topk, **{"num_warps": 16} | meta,
     )  # fmt: skip
 
 
@@ -71,45 +75,61 @@ def _order(x):
 
 @triton.jit
 def _kth(key, low, high, K: tl.constexpr):
-    """key int32 [SIZE]; low: no winner is below. -> the k-th largest (`low` where there are not k) and how many keys
-    are at least that."""
+    """key int32 [R, 8]; low: no winner is below; high: none is above. -> the k-th largest (`low` where there are not k)
+    and how many keys are at least that.
+
+    Two counts a round. Their places come from the counts so far, as if keys lay evenly, every other time; else they cut
+    the interval in three, so that no distribution takes more than 40 rounds. Random scores take 6 on average."""
     low, high = low.to(tl.int64), high.to(tl.int64)
-    count = tl.sum((key >= low.to(tl.int32)).to(tl.int32), 0)
+    count = tl.sum((key >= low.to(tl.int32)).to(tl.int32))
+    above = 0  # keys above `high`
+    even = 1
     while (count > K) & (low < high):
-        third = (high - low + 2) // 3
-        a, b = low + third, tl.minimum(low + 2 * third, high)
+        span = high - low
+        a, b = low + (span + 2) // 3, low + 2 * ((span + 2) // 3)
+        if even == 0:
+            inside = (count - above).to(tl.float32)
+            share = (count - K + 0.5) / inside
+            slack = 1.2 * tl.sqrt(share * tl.maximum(1.0 - share, 0.0) / inside) + 0.3 / inside
+            length = span.to(tl.float32)
+            a, b = low + (length * (share - slack)).to(tl.int64), low + (length * (share + slack)).to(tl.int64)
+        even = 1 - even
+        a = tl.minimum(tl.maximum(a, low + 1), high)
+        b = tl.minimum(tl.maximum(b, a), high)
         # Two counts in one number: there are at most 16,384 keys.
         both = (key >= a.to(tl.int32)).to(tl.int32) + ((key >= b.to(tl.int32)).to(tl.int32) << 16)
-        both = tl.sum(both, 0)
+        both = tl.sum(both)
         above_a, above_b = both & 0xFFFF, both >> 16
         if above_b >= K:
             low, count = b, above_b
         else:
-            high = b - 1
+            high, above = b - 1, above_b
             if above_a >= K:
                 low, count = a, above_a
             else:
-                high = a - 1
+                high, above = a - 1, above_a
     return low.to(tl.int32), count
 
 
 @triton.jit
 def _pool_maxima(source, target, count, STEP: tl.constexpr, WHOLE: tl.constexpr):
-    """target[i] = max(source[8 i .. 8 i + 7]) for the `count` values of source. WHOLE: all 8 can be read everywhere,
-    with -inf where there is nothing; then loads are wide ones."""
+    """target[i] = max(source[8 i .. 8 i + 7]) for the `count` values of source, and -inf up to the next multiple of 8.
+    WHOLE: all 8 can be read everywhere, with -inf where there is nothing; then loads are wide ones."""
     for base in range(0, (count + 7) // 8, STEP):
         i = base + tl.arange(0, STEP)
         at = i[:, None] * 8 + tl.arange(0, 8)[None, :]
         there = (i[:, None] * 8 if WHOLE else at) < count
         values = tl.load(source + at, mask=there, other=float("-inf"))
-        tl.store(target + i, tl.max(values, 1), mask=i * 8 < count)
+        written = i < ((count + 63) // 64 * 8 if WHOLE else (count + 7) // 8)
+        tl.store(target + i, tl.max(values, 1), mask=written)
     tl.debug_barrier()
 
 
 @triton.jit
 def _select(
-    scores, plan, out, candidates, n, capacity, number, candidate_stride,
-    K: tl.constexpr, SIZE: tl.constexpr, BASE: tl.constexpr, GATHERED: tl.constexpr, TOPK: tl.constexpr,
+    scores, plan, out, candidates, n, capacity, number, candidate_stride, offered,
+    K: tl.constexpr, SIZE: tl.constexpr, BASE: tl.constexpr, GATHERED: tl.constexpr, LISTED: tl.constexpr,
+    TOPK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if tl.load(plan + PASS * n + row) == number:
@@ -132,18 +152,22 @@ def _select(
             # Where level l of this row's pyramid begins: scores, then maxima of 8, 64, 512 entries.
             eights = scores + capacity + place // 8
             sixty = scores + capacity + capacity // 8 + place // 64
+            chosen = candidates + row.to(tl.int64) * candidate_stride
             top = BASE
-            if (total > SIZE) & (BASE == 0):
+            if LISTED:
                 top = 1
-            if visible > 8 * SIZE:
-                top = 2
-                if BASE == 0:  # candidates come behind it and find these maxima
-                    _pool_maxima(eights, sixty, (visible + 7) // 8, SIZE // 4, True)
-            if (BASE == 0) & (visible > 64 * SIZE):
-                top = 3
-                large = scores + capacity + capacity // 8 + capacity // 64 + place // 512
-                _pool_maxima(sixty, large, (visible + 63) // 64, SIZE // 8, False)
-            i = tl.arange(0, SIZE)
+            else:
+                if (total > SIZE) & (BASE == 0):
+                    top = 1
+                if visible > 8 * SIZE:
+                    top = 2
+                    if BASE == 0:  # candidates come behind it and find these maxima
+                        _pool_maxima(eights, sixty, (visible + 7) // 8, SIZE // 4, True)
+                if (BASE == 0) & (visible > 64 * SIZE):
+                    top = 3
+                    large = scores + capacity + capacity // 8 + capacity // 64 + place // 512
+                    _pool_maxima(sixty, large, (visible + 63) // 64, SIZE // 8, False)
+            eight = tl.arange(0, 8)
             low = _LOWEST + 1
             high = low
             kept = 0
@@ -153,33 +177,43 @@ def _select(
                 offset += tl.where(level > 1, capacity // 8, 0) + tl.where(level > 2, capacity // 64, 0)
                 values = scores + offset + (place >> (3 * level))
                 there = ((visible - 1) >> (3 * level)) + 1
-                parent = tl.load(mine + i // 8, mask=(step > 0) & (i < 8 * kept), other=0)
-                index = tl.where(step > 0, parent * 8 + i % 8, i)
-                real = (index < there) & ((step == 0) | (i < 8 * kept))
-                key = _order(tl.load(values + index, mask=real, other=float("-inf")))
+                first = step == 0
+                parent = tl.load(mine + rank, mask=(rank < kept) & (step > 0), other=0)
+                parent = tl.where(first, rank, parent)
+                known = first | (rank < kept)
+                index = parent[:, None] * 8 + eight[None, :]
+                if first & LISTED:  # maxima of the blocks on the list; their numbers stand for the entries from here on
+                    listed = index
+                    index = tl.load(chosen + listed, mask=listed < offered, other=-1)
+                    raw = tl.load(values + index, mask=index >= 0, other=float("-inf"))
+                elif first:
+                    raw = tl.load(values + index, mask=index < there, other=float("-inf"))
+                else:  # all eight of a block can be read, -inf where there is nothing: wide loads
+                    raw = tl.load(tl.multiple_of(values, 16) + index, mask=known[:, None], other=float("-inf"))
+                key = _order(raw)
                 if BASE == 1:
                     newest = (visible - 1) >> (3 * level)
-                    key = tl.where(real & (index == newest), _FIRST, key)
-                if step == 0:
-                    high = tl.maximum(tl.max(key, 0), low)
-                    if BASE == 1:  # no score far below the others: fewer rounds
-                        low = tl.minimum(tl.min(tl.where(key > _LOWEST, key, high), 0), high)
+                    key = tl.where(known[:, None] & (index == newest), _FIRST, key)
+                if first:  # the best, and the least: no round is spent on where there is nothing
+                    high = tl.maximum(tl.max(key), low)
+                    low = tl.minimum(tl.min(tl.where(key > _LOWEST, key, high)), high)
                 low, count = _kth(key, low, high, K)
                 # The winners: all above `low`, and of those equal to it the first ones.
                 above = (key > low).to(tl.int32)
-                level_with = (key == low).to(tl.int32)
-                before = tl.cumsum(above + (level_with << 16), 0)
-                room = K - tl.sum(above, 0)
+                counts = above + ((key == low).to(tl.int32) << 16)
+                blocks = tl.sum(counts, 1)
+                ends = tl.cumsum(blocks, 0)
+                before = tl.cumsum(counts, 1) + (ends - blocks)[:, None]
+                room = K - (tl.sum(blocks, 0) & 0xFFFF)
                 equals = before >> 16
-                wins = (above > 0) | ((level_with > 0) & (equals <= room))
+                wins = (above > 0) | ((key == low) & (equals <= room))
                 place_of = (before & 0xFFFF) + tl.minimum(equals, room) - 1
                 kept = tl.minimum(count, K)
-                if GATHERED & (level == BASE):
-                    block = tl.load(
-                        candidates + row.to(tl.int64) * candidate_stride + index // 8, mask=wins, other=0
-                    )  # fmt: skip
-                    index = block * 8 + index % 8
+                low = tl.where(count < K, _LOWEST + 1, low)  # fewer blocks than K say nothing about the entries in them
+                if GATHERED:
+                    block = tl.load(chosen + parent, mask=known & (level == BASE), other=0)
+                    index = tl.where(level == BASE, block, parent)[:, None] * 8 + eight[None, :]
                 tl.debug_barrier()  # everyone has read the parents
-                tl.store(mine + place_of, index, mask=wins)
+                write(mine + place_of, index, wins)
                 tl.debug_barrier()
             tl.store(mine + rank, -1, mask=(rank >= kept) & (rank < K))

@@ -81,7 +81,7 @@ def choose_entries(
     n, device = len(queries.codes), pool.device
     entries = torch.empty((n, plans[0].topk), dtype=torch.int32, device=device)
     blocks = torch.empty((n, publish), dtype=torch.int32, device=device) if publish else None
-    if (candidates is not None) != plans[0].gathered:
+    if (candidates is not None) != plans[0].inside:
         raise ValueError("candidates go with a plan made for them, and only with such a one")
     memory = score_memory(max(plans, key=lambda plan: plan.units))
     for part, plan in enumerate(plans):
@@ -89,7 +89,7 @@ def choose_entries(
         codes, weights = queries.codes[rows], queries.weights[rows]
         offered = None if candidates is None else candidates[rows]
         for number in range(plan.passes):
-            if offered is None:
+            if offered is None or not plan.gathered:
                 paged_scores(codes, weights, pool, tables, per_block, plan, number, memory)
             else:
                 gathered_scores(codes, weights, pool, tables, per_block, offered, plan, number, memory)

@@ -148,7 +148,7 @@ class Step:
         found = [torch.empty(0, device=DEVICE)] * len(self.positions)
         for number in range(plan.passes):
             memory = poisoned(len(score_memory(plan)), dtype=torch.float32)
-            if candidates is None:
+            if candidates is None or not plan.gathered:
                 paged_scores(*self.queries, self.pool, self.tables, self.per_block, plan, number, memory, gluon=gluon)
             else:
                 gathered_scores(*self.queries, self.pool, self.tables, self.per_block, candidates, plan, number, memory)
@@ -262,17 +262,21 @@ def test_a_row_alone_has_the_same_scores_and_choice_as_in_company() -> None:
         assert torch.equal(entries[0], chosen[row])
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 1], [3, 1]])
-def test_candidates_limit_the_choice_of_the_layers_behind(lengths: list[int]) -> None:
-    """Blocks kept by one layer's scores, entries by another's: the reference's masks and choice, the same scores."""
+@pytest.mark.parametrize(
+    ("lengths", "first", "gathered"), [([1, 1, 1], 600, True), ([3, 1], 600, False), ([2, 1], 800, True)]
+)
+def test_candidates_limit_the_choice_of_the_layers_behind(lengths: list[int], first: int, gathered: bool) -> None:
+    """Blocks kept by one layer's scores, entries by another's: the reference's masks and choice, the same scores. Rows
+    that share their keys score all entries where these are few, and the candidates alone where they are many."""
     count = 32
-    step = Step(lengths, [600, 40, 300][: len(lengths)], 128)
+    step = Step(lengths, [first, 40, 300][: len(lengths)], 128)
     plan, inside = step.plan(), step.plan(candidates=count)
+    assert inside.inside and inside.gathered == gathered and not plan.inside
     source = step.scores(plan)
     _, blocks = choose_entries(step.queries, step.pool, step.tables, 128, (plan,), publish=count)
     assert blocks is not None
     step.queries = IndexQueries(step.queries.codes.roll(1, 0), step.queries.weights.flip(0).contiguous())
-    own, gathered = step.scores(plan), step.scores(inside, blocks)
+    own, limited = step.scores(plan), step.scores(inside, blocks)
     entries, nothing = choose_entries(step.queries, step.pool, step.tables, 128, (inside,), candidates=blocks)
     assert nothing is None
     for row in range(len(own)):
@@ -286,7 +290,8 @@ def test_candidates_limit_the_choice_of_the_layers_behind(lengths: list[int]) ->
         assert torch.equal(entries[row].long(), wanted[0])
         held = blocks[row][blocks[row] >= 0].long()
         assert int(inside.field(SEEN)[row]) == seen
-        assert torch.equal(gathered[row][: 8 * len(held)], own[row].view(-1, 8)[held].flatten())
+        offered = own[row].view(-1, 8)[held].flatten() if gathered else own[row]
+        assert torch.equal(limited[row][: len(offered)], offered)
 
 
 def test_padding_rows_of_the_null_slot_choose_what_exists_and_harm_nobody() -> None:
@@ -316,3 +321,5 @@ def test_what_is_served_is_said() -> None:
     step = STEPS["prefill"]
     with pytest.raises(ValueError, match="candidates go with a plan"):
         choose_entries(step.queries, step.pool, step.tables, 128, (step.plan(candidates=32),))
+    with pytest.raises(ValueError, match="candidates go with a plan"):
+        choose_entries(step.queries, step.pool, step.tables, 128, (step.plan(),), candidates=torch.zeros(21, 32).int())
