@@ -17,7 +17,7 @@ import pytest
 
 from deepinfer.engine.device_thread import DeviceThread, DeviceThreadError, StepNotRunError
 from deepinfer.engine.plan import StepPlan, StepResult
-from deepinfer.engine.runner import Runner
+from deepinfer.engine.runner import PendingStep, Runner
 
 NONE = np.empty(0, np.int64)
 
@@ -40,6 +40,18 @@ def plan(number: int) -> StepPlan:
     )
 
 
+def answer(number: int) -> StepResult:
+    return StepResult(np.array([number]), np.zeros(1, np.float32), np.ones(1, np.bool_))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
 class Steps(Runner):
     """Answers with the plan's number; before that does what a test says."""
 
@@ -50,7 +62,7 @@ class Steps(Runner):
     def run(self, plan: StepPlan) -> StepResult:
         self.ran.append(plan.number)
         self.before(plan.number)
-        return StepResult(np.array([plan.number]), np.zeros(1, np.float32), np.ones(1, np.bool_))
+        return answer(plan.number)
 
 
 class Gate:
@@ -116,6 +128,105 @@ def test_a_step_s_error_comes_back_and_what_was_queued_behind_it_is_not_run() ->
     device.submit(plan(4))
     assert device.result().token_ids.tolist() == [4] and runner.ran == [0, 1, 4]
     device.close()
+
+
+class Queue(Runner):
+    """A device that has steps before it: their results are there when a test says so. Plans with an even number end
+    where they begin, and can begin behind nothing."""
+
+    def __init__(self, broken: int = -1) -> None:
+        self.began: list[int] = []
+        self.behind: list[int] = []  # of them, before the one before had ended
+        self.ended: list[int] = []
+        self.broken = broken
+        self.gate = threading.Event()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.began.append(plan.number)
+        return answer(plan.number)
+
+    def begin(self, plan: StepPlan, *, behind: bool) -> StepResult | PendingStep | None:
+        if plan.number % 2 == 0:
+            return super().begin(plan, behind=behind)
+        self.began.append(plan.number)
+        if behind:
+            self.behind.append(plan.number)
+        return Later(self, plan.number)
+
+
+class Later:
+    def __init__(self, device: Queue, number: int) -> None:
+        self.device, self.number = device, number
+
+    def end(self) -> StepResult:
+        assert self.device.gate.wait(20)
+        if self.number == self.device.broken:
+            raise ValueError(f"step {self.number} is broken")
+        self.device.ended.append(self.number)
+        return answer(self.number)
+
+
+def test_a_step_begins_before_the_one_before_it_ends_where_the_runner_can() -> None:
+    runner = Queue()
+    device = DeviceThread(runner)
+    device.submit(plan(1))
+    device.submit(plan(3))
+    until(lambda: runner.began == [1, 3])
+    assert runner.ended == []
+    runner.gate.set()
+    numbers = [5, 7, 8, 10, 11, 13, 15]
+    got = []
+    for number in numbers:
+        got += device.result().token_ids.tolist()
+        device.submit(plan(number))
+    got += [device.result().token_ids.tolist()[0] for _ in range(2)]
+    assert got == runner.began == [1, 3, *numbers]
+    assert runner.behind == [3, 5, 7, 13, 15], "a step that cannot follow waits, and nothing waits for a result at hand"
+    assert runner.ended == [number for number in got if number % 2]
+    assert device.close()
+
+
+def test_the_last_step_is_ended_when_its_result_is_asked_for() -> None:
+    runner = Queue()
+    runner.gate.set()
+    device = DeviceThread(runner)
+    for number in (1, 3, 4):
+        device.submit(plan(number))
+        assert device.result().token_ids.tolist() == [number]
+    assert runner.behind == []
+    device.close()
+
+
+@pytest.mark.parametrize("behind", [4, 5])
+def test_what_began_behind_a_step_that_fails_is_not_answered_with_its_result(behind: int) -> None:
+    runner = Queue(broken=3)
+    runner.gate.set()
+    device = DeviceThread(runner)
+    device.submit(plan(1))
+    device.submit(plan(3))
+    assert device.result().token_ids.tolist() == [1]
+    device.submit(plan(behind))
+    broken, lost = device.result(), device.result()
+    assert isinstance(broken.error, ValueError) and "step 3 is broken" in str(broken.error)
+    assert isinstance(lost.error, StepNotRunError) and "step 3 failed" in str(lost.error)
+    assert runner.began == [1, 3, 5][: 3 if behind == 5 else 2]
+    device.reset()
+    device.submit(plan(7))
+    device.submit(plan(9))
+    assert [device.result().token_ids.tolist() for _ in range(2)] == [[7], [9]]
+    assert runner.behind == ([3, 5, 9] if behind == 5 else [3, 9])
+    device.close()
+
+
+def test_close_waits_for_the_step_that_the_device_has_before_it() -> None:
+    runner = Queue()
+    device = DeviceThread(runner)
+    device.submit(plan(1))
+    until(lambda: runner.began == [1])
+    assert not device.close(timeout=0.05)
+    runner.gate.set()
+    assert device.close()
+    assert device.result().token_ids.tolist() == [1]
 
 
 def test_reset_drops_what_is_in_flight_and_no_old_result_meets_a_new_plan() -> None:

@@ -13,18 +13,16 @@ from real_engine import finish
 
 pytest.importorskip("triton")
 
+from round_engines import RoundEngine
+
 from deepinfer.cache.draft_window import DraftWindow, PaddedDraftWindow
 from deepinfer.cache.edits import OpenSlot, SetTable
 from deepinfer.cache.formats import KVFormat
 from deepinfer.cache.records import WindowRings
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
-from deepinfer.engine import build
-from deepinfer.engine.engine import Engine
 from deepinfer.engine.graphed_drafter import GraphedDrafter
-from deepinfer.engine.graphs import GraphedModel
-from deepinfer.engine.rounds import RoundDraftModel, Rounds
-from deepinfer.engine.runner import ModelRunner
+from deepinfer.engine.rounds import RoundDraftModel
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.model import Chunk, load_model
 from deepinfer.model.presets import tiny
@@ -47,27 +45,12 @@ def model(draft_checkpoint: Path):
     return load_model(draft_checkpoint, drafts=True)
 
 
-def outputs(checkpoint: Path, model, config: EngineConfig, patch: pytest.MonkeyPatch, rounds: bool):
+def outputs(checkpoint: Path, model, config: EngineConfig, rounds: bool):
     """Tokens of the prompts, and of every plan that ran as a round whether it began before the one before it ended."""
-    made, ran = [], []
-    patch.setattr(build, "ModelRunner", lambda *a, **rest: made.append(ModelRunner(*a, **rest)) or made[-1])
-    core = build.build_core(checkpoint, model, config)
-    (runner,) = made
-    assert isinstance(runner.model, GraphedModel)
-    if rounds:
-        runner.rounds = Rounds(
-            runner.model,
-            runner.storage,
-            runner.sampling,
-            runner.tokens,
-            max_model_len=config.max_model_len,
-            draft_model=model.draft if config.drafts else None,
-            drafts=config.drafts,
-        )
-        begin = runner.rounds.begin
-        patch.setattr(runner.rounds, "begin", lambda *found, **how: ran.append(how["behind"]) or begin(*found, **how))
-    engine = Engine(core)
-    draw = torch.Generator().manual_seed(5)
+    made = RoundEngine(checkpoint, model, config)
+    if not rounds:
+        made.runner.rounds = None
+    engine, draw = made.engine, torch.Generator().manual_seed(5)
     for number, params in enumerate(PARAMS):
         prompt = torch.randint(3, 400, (20 + 37 * number,), generator=draw).tolist()
         engine.add_request(f"{number}", prompt, params)
@@ -75,16 +58,16 @@ def outputs(checkpoint: Path, model, config: EngineConfig, patch: pytest.MonkeyP
     said = [engine.pop_output(f"{number}").outputs[0] for number in range(len(PARAMS))]
     engine.close()
     assert_all_free(engine.cache)
-    return [(one.token_id, one.token_logprobs) for one in said], ran
+    return [(one.token_id, one.token_logprobs) for one in said], made.behind
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_tokens_are_those_of_the_runners_own_path(draft_checkpoint, model, monkeypatch, drafts, overlap):
+def test_tokens_are_those_of_the_runners_own_path(draft_checkpoint, model, drafts, overlap):
     """Greedy ones; sequences join, leave, and mix with one that no round serves."""
     config = dataclasses.replace(CONFIG, drafts=drafts, overlap=overlap)
-    plain, none = outputs(draft_checkpoint, model, config, monkeypatch, rounds=False)
-    got, ran = outputs(draft_checkpoint, model, config, monkeypatch, rounds=True)
+    plain, none = outputs(draft_checkpoint, model, config, rounds=False)
+    got, ran = outputs(draft_checkpoint, model, config, rounds=True)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in plain]
     for (_, own), (_, theirs) in zip(got, plain, strict=True):
         assert own == pytest.approx(theirs, abs=1e-4)
