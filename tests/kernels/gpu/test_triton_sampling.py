@@ -20,6 +20,7 @@ from deepinfer.engine.sampling_state import DRAWN, SamplingState
 from deepinfer.kernels.philox import philox, uniforms_float32
 from deepinfer.kernels.random_streams import Stream, gumbel
 from deepinfer.kernels.reference.masks import constrain_rows
+from deepinfer.kernels.triton import truncation
 from deepinfer.kernels.triton.philox import gumbel_ids, gumbel_pairs, philox_words, unit_interval
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
 from deepinfer.kernels.triton.sampling import sample
@@ -100,6 +101,41 @@ def test_rows_that_are_no_numbers_are_told_and_disturb_nobody() -> None:
 @pytest.mark.parametrize("vocab", [1, 2, 31, 33, 300])
 def test_any_vocabulary(vocab: int) -> None:
     both(random_logits(3, vocab, vocab=vocab), [KINDS[0], KINDS[1], KINDS[4]])
+
+
+LONG = 700 if INTERPRET.value else VOCAB
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 3.0])
+def test_rows_that_keep_thousands_need_no_search_over_all_their_logits(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if scale > 0:  # all the same is the one case in which a list cannot hold the border's neighbours
+        monkeypatch.setattr(truncation, "launch", all_but_cut)
+    keep = LONG * 6 // 7
+    kinds = [
+        SamplingParams(top_p=0.95),
+        SamplingParams(top_p=0.8, temperature=0.7),
+        SamplingParams(min_p=0.0001),
+        SamplingParams(top_k=keep),
+        SamplingParams(top_p=0.999, min_p=0.01),
+        SamplingParams(top_k=keep, min_p=0.01),
+        SamplingParams(top_k=3),
+        SamplingParams(),
+    ]
+    both(random_logits(len(kinds), 8, scale, LONG), kinds)
+
+
+def all_but_cut(kernel: Any, *args: Any, **options: Any) -> None:
+    if kernel is not truncation.cut_kernel:
+        launch(kernel, *args, **options)
+
+
+def test_logits_far_above_their_neighbours_and_scores_too_close_to_tell_apart() -> None:
+    logits = torch.full((8, VOCAB), -5000.0, device=DEVICE)
+    logits[:, 40] = 3.0
+    logits[4:] = 300.0
+    both(logits, [SamplingParams(temperature=heat) for heat in (1.0, 0.5, 2.0, 0.01, 1e-4, 1e-4, 1e-3, 1.0)])
 
 
 def test_greedy_rows_alone_and_rows_that_drop_nothing_need_fewer_launches() -> None:
