@@ -21,7 +21,7 @@ from deepinfer.kernels.triton.runtime import launch
 
 UNIT = 128  # entries; the scores' smallest piece of work
 STORED = 4  # a row's scores take multiples of this many units, so that maxima of 512 entries have places of their own
-MOST_TOGETHER = 6  # rows of a group: a token and five drafts
+MOST_TOGETHER = 4  # rows of a group
 WHOLE = 3  # times as many entries as candidates: up to here, groups of rows score them all and share their keys
 MOST_ROWS = 4096  # rows of one plan; the kernel holds them in one program
 
@@ -41,7 +41,7 @@ HEADER = tl.constexpr(4)  # numbers 0, 4, 8, 12, then where each pass begins in 
 @dataclass(frozen=True)
 class IndexPlan:
     """rows int32 [8, N] and header int32 [4 + passes + 1], as the constants above say. width: rows of a group at most
-    (1 or 6). units: capacity of the scores' memory. inside: rows choose from candidate blocks. gathered: and have
+    (1 or 4). units: capacity of the scores' memory. inside: rows choose from candidate blocks. gathered: and have
     scores of those alone. offered: entries that a row has scores of at most."""
 
     rows: Tensor
