@@ -50,8 +50,9 @@ def model(draft_checkpoint: Path):
     del CHECKPOINT, MODEL
 
 
-def expected(prompt: list[int], params: SamplingParams) -> list[int]:
-    return cold(MODEL, prompt, params, max_model_len=CONFIG.max_model_len)[0]
+def expected(prompt: list[int], params: SamplingParams) -> list[list[int]]:
+    """Of each completion."""
+    return cold(MODEL, prompt, params, max_model_len=CONFIG.max_model_len)
 
 
 class Machine(RuleBasedStateMachine):
@@ -75,14 +76,15 @@ class Machine(RuleBasedStateMachine):
             if self.engine.is_unfinished(name):
                 continue
             prompt, params = self.requests.pop(name)
-            (completion,) = self.engine.pop_output(name).outputs
-            tokens = expected(prompt, params)
-            if completion.finish_reason == "abort":
-                assert name in self.aborted and completion.token_id == tokens[: len(completion.token_id)]
-            else:
-                assert completion.token_id == tokens
-                assert completion.finish_reason == ("length" if len(tokens) == params.max_tokens else "stop")
-                self.said.append(prompt + tokens)
+            outputs = self.engine.pop_output(name).outputs
+            for completion, tokens in zip(outputs, expected(prompt, params), strict=True):
+                if completion.finish_reason == "abort":
+                    assert name in self.aborted and completion.token_id == tokens[: len(completion.token_id)]
+                else:
+                    assert completion.token_id == tokens
+                    ends = (*params.stop_token_ids, MODEL.config.eos_token_id)
+                    assert completion.finish_reason == ("stop" if tokens[-1] in ends else "length")
+                    self.said.append(prompt + tokens)
 
     def start(self, prompt: list[int], params: SamplingParams) -> None:
         expected(prompt, params)  # what is drafted, with mistakes
@@ -99,9 +101,11 @@ class Machine(RuleBasedStateMachine):
         drawn=st.sampled_from([False] * 5 + [True]),  # noise takes the interpreter long
         penalty=st.sampled_from([1.0] * 7 + [1.3]),
         stops=st.booleans(),
+        n=st.sampled_from([1, 1, 1, 2]),
     )
-    def add(self, shared, own, seed, most, drawn, penalty, stops) -> None:
+    def add(self, shared, own, seed, most, drawn, penalty, stops, n) -> None:
         params = SamplingParams(
+            n=n,
             max_tokens=most,
             temperature=0.8 if drawn else 0.0,
             seq_seed=seed,
@@ -173,7 +177,7 @@ def search(changes: dict[str, Any], examples: int, derandomize: bool) -> None:
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_tokens_are_those_of_a_lone_run_on_the_runners_own_path_whatever_happens(changes) -> None:
-    search(changes, examples=2, derandomize=True)
+    search(changes, examples=5, derandomize=True)
 
 
 @pytest.mark.slow
@@ -189,7 +193,7 @@ def test_a_conversation_goes_on_from_the_window_that_a_round_left() -> None:
     made = RoundEngine(CHECKPOINT, MODEL, CONFIG, right=0.9)
     prompt = list(text(4)[:120])
     params = SamplingParams(temperature=0, max_tokens=150)
-    answer = expected(prompt, params)
+    (answer,) = expected(prompt, params)
     made.engine.add_request("first", prompt, params)
     finish(made.engine)
     assert made.engine.pop_output("first").outputs[0].token_id == answer
@@ -197,7 +201,7 @@ def test_a_conversation_goes_on_from_the_window_that_a_round_left() -> None:
     made.engine.add_request("second", again, GREEDY)
     finish(made.engine)
     output = made.engine.pop_output("second")
-    assert output.outputs[0].token_id == expected(again, GREEDY)
+    assert [output.outputs[0].token_id] == expected(again, GREEDY)
     assert output.cached_tokens == 256 and output.metrics.replay_tokens == 0
     assert made.behind.count(True) > 20
     made.engine.close()
@@ -233,7 +237,7 @@ def test_a_round_that_fails_ends_what_is_under_way_and_the_next_request_is_answe
         made.engine.add_request(f"{i}", prompt, GREEDY)
     finish(made.engine)
     for i, prompt in enumerate(prompts):
-        assert made.engine.pop_output(f"{i}").outputs[0].token_id == expected(prompt, GREEDY)
+        assert [made.engine.pop_output(f"{i}").outputs[0].token_id] == expected(prompt, GREEDY)
     assert_all_free(made.engine.cache)
     made.engine.close()
 
