@@ -21,8 +21,8 @@ from deepinfer.kernels.triton.runtime import launch
 
 UNIT = 128  # entries; the scores' smallest piece of work
 STORED = 4  # a row's scores take multiples of this many units, so that maxima of 512 entries have places of their own
-MOST_TOGETHER = 4  # rows of a group
-WHOLE = 3  # times as many entries as candidates: up to here, groups of rows score them all and share their keys
+TOGETHER, SHARED = 6, 4  # rows of a group: a token and five drafts; of a long chunk
+WHOLE = 2.5  # times as many entries as candidates: up to here, groups of rows score them all and share their keys
 MOST_ROWS = 4096  # rows of one plan; the kernel holds them in one program
 
 # Rows of `IndexPlan.rows`.
@@ -41,7 +41,7 @@ HEADER = tl.constexpr(4)  # numbers 0, 4, 8, 12, then where each pass begins in 
 @dataclass(frozen=True)
 class IndexPlan:
     """rows int32 [8, N] and header int32 [4 + passes + 1], as the constants above say. width: rows of a group at most
-    (1 or 4). units: capacity of the scores' memory. inside: rows choose from candidate blocks. gathered: and have
+    (1, 4 or 6). units: capacity of the scores' memory. inside: rows choose from candidate blocks. gathered: and have
     scores of those alone. offered: entries that a row has scores of at most."""
 
     rows: Tensor
@@ -71,7 +71,6 @@ def plan_rows(
     max_entries: int,
     candidate_blocks: int | None = None,
     memory: int = 512 << 20,
-    width: int = MOST_TOGETHER,
 ) -> IndexPlan:
     """positions, slots, starts int [N], N <= 4,096: position of each row, slot of its sequence, position of its chunk's
     first row. chunks: how many chunks there are room for; with as many as rows, every row is a group of its own.
@@ -85,7 +84,8 @@ def plan_rows(
     together = chunks < n
     gathered = candidate_blocks is not None and not (together and max_entries <= WHOLE * 8 * candidate_blocks)
     offered = min(max_entries, 8 * (candidate_blocks or 0)) if gathered else max_entries
-    width = width if together and not gathered else 1
+    shared = not gathered and n > 16 * chunks
+    width = 1 if gathered or not together else SHARED if shared else TOGETHER
     row_units = triton.cdiv(triton.cdiv(offered, UNIT), STORED) * STORED
     share = max(memory // (UNIT * 4), width * row_units)  # units of one pass, before the group that crosses its end
     passes = max(1, triton.cdiv(n * row_units, share))  # rows that see nothing are told so, too
@@ -112,9 +112,7 @@ def plan_rows(
         BLOCK=triton.next_power_of_2(max(n, 16)),
         num_warps=4 if n <= 512 else 16,
     )
-    return IndexPlan(
-        rows, header, width, not gathered and n > 16 * chunks, passes, units, inside, gathered, offered, topk
-    )
+    return IndexPlan(rows, header, width, shared, passes, units, inside, gathered, offered, topk)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepinfer.kernels.triton.index_gathered_hopper import gathered_scores_hopper
 from deepinfer.kernels.triton.index_keys import KEY_BYTES
+from deepinfer.kernels.triton.index_paged_hopper import paged_scores_hopper
 from deepinfer.kernels.triton.index_plan import (
     COST_END,
     COUNT,
@@ -27,7 +28,6 @@ from deepinfer.kernels.triton.index_plan import (
     VISIBLE,
     IndexPlan,
 )
-from deepinfer.kernels.triton.index_scores_hopper import paged_scores_hopper
 from deepinfer.kernels.triton.runtime import INTERPRET, launch, num_sms
 
 _ROWS = 256  # of a plan that are looked at at once
@@ -49,22 +49,23 @@ def paged_scores(
 ) -> None:  # fmt: skip
     """Scores and maxima of 8 of pass `number` into `out` (`score_memory`), -inf for entries that a row does not see.
 
-    gluon: by `index_scores_hopper` instead of this module's kernel; the same bits. None: where many rows share keys, so
-    that these come from the second-level cache. Measured on an H200, 131,072 entries: 64 rows of one request 83 us
-    against 96; 64 requests 207 against 188, and 64 x 6 rows 833 against 611: there keys come from memory, and likely
-    (not measured) too few of them are in flight without shared memory.
+    gluon: by `index_paged_hopper` instead of this module's kernel; the same bits. None: where rows share keys. Measured
+    on an H200, 131,072 entries: 64 rows of one request 83 us against 96, 64 requests x 6 rows 554 against 621; but 64
+    requests of one row 198 to 250 against 185. None of them waits for memory: the latter take 177 us with all keys in
+    the second-level cache. What they wait for is each other's integer instructions and the product's latency.
     """
     n = codes.shape[0]
     if gluon is None:
-        gluon = plan.shared
+        gluon = plan.width > 1
     tensors = (weights, pool.view(torch.int32), tables, plan.rows, plan.header, out)
     numbers = (n, plan.units * UNIT, number, tables.stride(0))
     options = {"PER_BLOCK": per_block, "WIDTH": plan.width, "num_warps": 4}
     plain = {"KEYS": 128, "STAGES": 6, "BLOCK": _ROWS}
     if gluon and not INTERPRET.value:
-        grid = (3 * num_sms(codes),)
-        launch(paged_scores_hopper, grid, codes.view(torch.uint8), *tensors, *numbers, **options, maxnreg=168)
-    elif plan.width == 4:
+        programs, registers = (2, {}) if plan.width > 4 else (3, {"maxnreg": 168})
+        grid = (programs * num_sms(codes),)
+        launch(paged_scores_hopper, grid, codes.view(torch.uint8), *tensors, *numbers, **options, **registers)
+    elif plan.width > 1:
         launch(_paged_scores, (_programs(2, codes),), codes, *tensors, *numbers, **options, **plain)
     else:
         grid = (_programs(5, codes),)
@@ -76,7 +77,7 @@ def gathered_scores(
     number: int, out: Tensor, *, gluon: bool = True,
 ) -> None:  # fmt: skip
     """The same for candidates int32 [N, blocks] (blocks of 8 entries, ascending, -1 = empty): score i of a row is that
-    of entry 8 * candidates[i // 8] + i % 8. gluon: as above; 64 rows of 16,384 entries take 38.4 us against 40.1."""
+    of entry 8 * candidates[i // 8] + i % 8. gluon: as above; 64 rows of 16,384 entries take 38 us against 40."""
     n = codes.shape[0]
     tensors = (weights, pool.view(torch.int32), tables, candidates, plan.rows, plan.header, out)
     numbers = (n, plan.units * UNIT, number, tables.stride(0), candidates.stride(0))
@@ -84,7 +85,7 @@ def gathered_scores(
     plain = {"KEYS": 128, "STAGES": 8, "BLOCK": _ROWS}
     if gluon and not INTERPRET.value:
         grid = (4 * num_sms(codes),)
-        launch(gathered_scores_hopper, grid, codes.view(torch.uint8), *tensors, *numbers, **options)
+        launch(gathered_scores_hopper, grid, codes.view(torch.uint8), *tensors, *numbers, **options, maxnreg=128)
     else:
         launch(_gathered_scores, (_programs(3, codes),), codes, *tensors, *numbers, **options, **plain)
 
@@ -293,20 +294,23 @@ def _paged_scores(
             units = tl.load(plan + UNITS * n + row)
             behind = tl.load(plan + COST_END * n + row)
             if behind > position:
-                cost = 1 if WIDTH == 1 else tl.where(count > 2, 3, 2)
+                cost = 1
+                if WIDTH > 1:
+                    cost = 2 + (count > 2).to(tl.int32) + (count > 4).to(tl.int32)
                 zero = behind - units * cost
                 begin = (position - zero + cost - 1) // cost
                 end = tl.minimum((last - zero + cost - 1) // cost, units)
-                if WIDTH == 4:
+                if WIDTH > 1:
                     if count > 2:
                         _paged_group(
-                            codes, weights, pool, tables, plan, header, out, n, capacity, row, count, begin, end,
-                            table_stride, PER_BLOCK, KEYS, 4, STAGES,
+                            codes, weights, pool, tables, plan, header, out, n, capacity, row, tl.minimum(count, 4),
+                            begin, end, table_stride, PER_BLOCK, KEYS, 4, STAGES,
                         )  # fmt: skip
-                    else:
+                    first = tl.where(count > 4, 4, 0)  # of one or two rows, or the last ones of five or six
+                    if (count <= 2) | (count > 4):
                         _paged_group(
-                            codes, weights, pool, tables, plan, header, out, n, capacity, row, count, begin, end,
-                            table_stride, PER_BLOCK, KEYS, 2, STAGES,
+                            codes, weights, pool, tables, plan, header, out, n, capacity, row + first, count - first,
+                            begin, end, table_stride, PER_BLOCK, KEYS, 2, STAGES,
                         )  # fmt: skip
                 else:
                     _paged_group(

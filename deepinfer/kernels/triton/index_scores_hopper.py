@@ -1,11 +1,12 @@
-"""The paged scores of `index_scores.py` with explicit layouts: the same plan, operands, sums and results, in Gluon.
+"""Parts of the index scores with explicit layouts (`index_scores.py`): the same operands, sums and results, in Gluon.
 
 Two things that Triton does not do by itself: keys go from memory into the registers that the tensor core reads, with no
 shared memory and no barrier between; and the product of one tile runs under the relu, weights and sums of the tile
 before it. Two tiles a round, each with registers of its own: PTX forbids to touch a product's inputs before it is
 waited for, also those of the next round.
 
-The interpreter does not run Gluon; there, `index_scores._paged_scores` does the same work.
+`index_paged_hopper.py` and `index_gathered_hopper.py` make kernels of them. The interpreter does not run Gluon; there,
+those of `index_scores.py` do the same work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from deepinfer.kernels.triton.index_plan import COST_END, COUNT, HEADER, PLACE, SLOT, UNITS, VISIBLE
+from deepinfer.kernels.triton.index_plan import COST_END, HEADER, PLACE, SLOT, VISIBLE
 
 KEYS = gl.constexpr(64)  # of a tile; one warpgroup's rows
 
@@ -57,14 +58,14 @@ def _sums(lanes: list[list[int]], width: int) -> gl.constexpr:
 
 
 SUMS_1 = _sums([[0, 0, 1], [0, 0, 2]], 1)
-_SUMS_2 = _sums([[0, 0, 1], [0, 1, 0]], 2)
-_SUMS_4 = _sums([[0, 1, 0], [0, 2, 0]], 4)
+SUMS_2 = _sums([[0, 0, 1], [0, 1, 0]], 2)
+SUMS_4 = _sums([[0, 1, 0], [0, 2, 0]], 4)
 _CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 _PAGES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 
 
 @gluon.jit
-def _fetch(pool, block, tile, PER_BLOCK: gl.constexpr):
+def fetch_keys(pool, block, tile, PER_BLOCK: gl.constexpr):
     """Words int32 [64, 4, 4] and scale words int32 [64, 4] (each four times) of a tile in `block`."""
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))
     t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
@@ -141,8 +142,7 @@ def finish(dots, scales, weights, shown, tile, end, scores, maxima, there, WIDTH
     """relu, weights (halved: x + |x| is 2 relu(x), one addition instead of a slower maximum), sums, stores.
 
     shown int1 [64, 4]: where there is an entry that the row sees."""
-    MMA: gl.constexpr = dots.type.layout
-    weights = weights[None, :] + gl.zeros([KEYS, 32 * WIDTH], gl.float32, layout=MMA)
+    weights = gl.broadcast(weights[None, :], dots)[0]
     sums = _chain(_heads(dots + gl.abs(dots), WIDTH), _heads(weights, WIDTH))
     sums = gl.sum(gl.sum(sums.reshape([KEYS, WIDTH, 2, 2]), 2), 2)
     sums = gl.convert_layout(sums, gl.SliceLayout(2, SUMS), assert_trivial=True)
@@ -165,13 +165,13 @@ def finish(dots, scales, weights, shown, tile, end, scores, maxima, there, WIDTH
 
 
 @gluon.jit
-def _block(table, tile, most, PER_BLOCK: gl.constexpr):
+def block_of(table, tile, most, PER_BLOCK: gl.constexpr):
     """The block that holds a tile; the null block behind the last visible entry."""
     return gl.load(table + tile * KEYS // PER_BLOCK, mask=tile * KEYS < most, other=0).to(gl.int64)
 
 
 @gluon.jit
-def _shown(tile, visible):
+def shown_entries(tile, visible):
     """int1 [64, 4]: entries of a tile that the columns' rows see."""
     entry = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, GROUPS))
     return entry[:, None] < visible[None, :]
@@ -199,7 +199,7 @@ def load_queries(codes, weights, row, count, WIDTH: gl.constexpr, MMA: gl.conste
 
 
 @gluon.jit
-def _group(
+def group_scores(
     codes, weights, pool, tables, plan, out, n, capacity, row, count, begin, end, table_stride,
     PER_BLOCK: gl.constexpr, WIDTH: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
@@ -219,25 +219,25 @@ def _group(
 
     right, w = load_queries(codes, weights, row, count, WIDTH, MMA)
     zero = gl.zeros([KEYS, COUNTED], gl.float32, layout=MMA)
-    x0, s0 = _fetch(pool, _block(table, begin, most, PER_BLOCK), begin, PER_BLOCK)
-    x1, s1 = _fetch(pool, _block(table, begin + 1, most, PER_BLOCK), begin + 1, PER_BLOCK)
-    block = _block(table, begin + 2, most, PER_BLOCK)
+    x0, s0 = fetch_keys(pool, block_of(table, begin, most, PER_BLOCK), begin, PER_BLOCK)
+    x1, s1 = fetch_keys(pool, block_of(table, begin + 1, most, PER_BLOCK), begin + 1, PER_BLOCK)
+    block = block_of(table, begin + 2, most, PER_BLOCK)
     running = warpgroup_mma(unpack(x0, s0, OPERAND), right, zero, use_acc=False, is_async=True)
     f0 = s0
     for tile in range(begin, end, 2):
-        x0, s0 = _fetch(pool, block, tile + 2, PER_BLOCK)
-        block = _block(table, tile + 3, most, PER_BLOCK)
+        x0, s0 = fetch_keys(pool, block, tile + 2, PER_BLOCK)
+        block = block_of(table, tile + 3, most, PER_BLOCK)
         left = unpack(x1, s1, OPERAND)
         dots = warpgroup_mma_wait(0, deps=[running])
         other = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
-        finish(dots, f0, w, _shown(tile, visible), tile, end, scores, maxima, there, WIDTH, SUMS)
+        finish(dots, f0, w, shown_entries(tile, visible), tile, end, scores, maxima, there, WIDTH, SUMS)
         f1 = s1
-        x1, s1 = _fetch(pool, block, tile + 3, PER_BLOCK)
-        block = _block(table, tile + 4, most, PER_BLOCK)
+        x1, s1 = fetch_keys(pool, block, tile + 3, PER_BLOCK)
+        block = block_of(table, tile + 4, most, PER_BLOCK)
         left = unpack(x0, s0, OPERAND)
         dots = warpgroup_mma_wait(0, deps=[other])
         running = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
-        finish(dots, f1, w, _shown(tile + 1, visible), tile + 1, end, scores, maxima, there, WIDTH, SUMS)
+        finish(dots, f1, w, shown_entries(tile + 1, visible), tile + 1, end, scores, maxima, there, WIDTH, SUMS)
         f0 = s0
     warpgroup_mma_wait(0, deps=[running])
 
@@ -260,43 +260,3 @@ def first_row(plan, first, n):
         ends = gl.load(plan + COST_END * n + r, mask=r < n, other=0x7FFFFFFF)
         row += gl.sum((ends <= first).to(gl.int32), 0)
     return row
-
-
-@gluon.jit
-def paged_scores_hopper(
-    codes, weights, pool, tables, plan, header, out, n, capacity, number, table_stride,
-    PER_BLOCK: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """`index_scores._paged_scores`, argument for argument; codes as uint8."""
-    position, last = share(header, number)
-    if position < last:
-        row = first_row(plan, position, n)
-        while position < last:
-            count = gl.load(plan + COUNT * n + row)
-            units = gl.load(plan + UNITS * n + row)
-            behind = gl.load(plan + COST_END * n + row)
-            if behind > position:
-                cost = 1
-                if WIDTH == 4:
-                    cost = gl.where(count > 2, 3, 2)
-                zero = behind - units * cost
-                begin = (position - zero + cost - 1) // cost
-                end = gl.minimum((last - zero + cost - 1) // cost, units)
-                if begin < end:
-                    if WIDTH == 1:
-                        _group(
-                            codes, weights, pool, tables, plan, out, n, capacity, row, count, 2 * begin, 2 * end,
-                            table_stride, PER_BLOCK, 1, SUMS_1,
-                        )  # fmt: skip
-                    elif count > 2:
-                        _group(
-                            codes, weights, pool, tables, plan, out, n, capacity, row, count, 2 * begin, 2 * end,
-                            table_stride, PER_BLOCK, 4, _SUMS_4,
-                        )  # fmt: skip
-                    else:
-                        _group(
-                            codes, weights, pool, tables, plan, out, n, capacity, row, count, 2 * begin, 2 * end,
-                            table_stride, PER_BLOCK, 2, _SUMS_2,
-                        )  # fmt: skip
-                position = behind
-            row += gl.maximum(count, 1)

@@ -38,8 +38,8 @@ def select_entries(
     n, k = entries.shape
     size = triton.next_power_of_2(8 * k)
     blocks = 0 if candidates is None else candidates.shape[1]
-    listed = candidates is not None and not plan.gathered
-    if plan.offered > 512 * size or (listed and blocks > size):
+    listed = 0 if plan.gathered or not blocks else max(triton.next_power_of_2(blocks), 16)
+    if plan.offered > 512 * size or listed > size:
         raise ValueError(f"the best {k} of {plan.offered} entries: at most {512 * size} are served")
     launch(
         _select, (n,), scores, plan.rows, entries, entries if candidates is None else candidates, n,
@@ -60,7 +60,7 @@ def select_candidates(scores: Tensor, plan: IndexPlan, number: int, blocks: Tens
         )
     launch(
         _select, (n,), scores, plan.rows, blocks, blocks, n, plan.units * UNIT, number, 0, 0, K=k, SIZE=size, BASE=1,
-        GATHERED=False, LISTED=False, TOPK=plan.topk, **{"num_warps": 16} | meta,
+        GATHERED=False, LISTED=0, TOPK=plan.topk, **{"num_warps": 8} | meta,
     )  # fmt: skip
 
 
@@ -112,6 +112,35 @@ def _kth(key, low, high, K: tl.constexpr):
 
 
 @triton.jit
+def _range(key):
+    """The least and the best key that can be selected: no round of the search is spent on where there is nothing."""
+    high = tl.maximum(tl.max(key), _LOWEST + 1)
+    return tl.minimum(tl.min(tl.where(key > _LOWEST, key, high)), high), high
+
+
+@triton.jit
+def _put_winners(key, index, low, high, mine, K: tl.constexpr):
+    """Of positions `index` int32 [R, 8], those of the best K keys -> mine [K], in the order of the keys' places. -> how
+    many they are, and what no winner is below inside of the blocks that they stand for."""
+    low, count = _kth(key, low, high, K)
+    # The winners: all above `low`, and of those equal to it the first ones.
+    above = (key > low).to(tl.int32)
+    counts = above + ((key == low).to(tl.int32) << 16)
+    blocks = tl.sum(counts, 1)
+    ends = tl.cumsum(blocks, 0)
+    before = tl.cumsum(counts, 1) + (ends - blocks)[:, None]
+    room = K - (tl.sum(blocks, 0) & 0xFFFF)
+    equals = before >> 16
+    wins = (above > 0) | ((key == low) & (equals <= room))
+    place_of = (before & 0xFFFF) + tl.minimum(equals, room) - 1
+    tl.debug_barrier()  # everyone has read what stood here
+    write(mine + place_of, index, wins)
+    tl.debug_barrier()
+    low = tl.where(count < K, _LOWEST + 1, low)  # fewer blocks than K say nothing about the entries in them
+    return tl.minimum(count, K), low
+
+
+@triton.jit
 def _pool_maxima(source, target, count, STEP: tl.constexpr, WHOLE: tl.constexpr):
     """target[i] = max(source[8 i .. 8 i + 7]) for the `count` values of source, and -inf up to the next multiple of 8.
     WHOLE: all 8 can be read everywhere, with -inf where there is nothing; then loads are wide ones."""
@@ -154,9 +183,7 @@ def _select(
             sixty = scores + capacity + capacity // 8 + place // 64
             chosen = candidates + row.to(tl.int64) * candidate_stride
             top = BASE
-            if LISTED:
-                top = 1
-            else:
+            if LISTED == 0:
                 if (total > SIZE) & (BASE == 0):
                     top = 1
                 if visible > 8 * SIZE:
@@ -171,22 +198,24 @@ def _select(
             low = _LOWEST + 1
             high = low
             kept = 0
+            if LISTED > 0:  # the best blocks of the list; from here on they stand for their entries
+                slot = tl.arange(0, LISTED // 8)[:, None] * 8 + eight[None, :]
+                block = tl.load(chosen + slot, mask=slot < offered, other=-1)
+                best = _order(tl.load(eights + block, mask=block >= 0, other=float("-inf")))
+                low, high = _range(best)
+                kept, low = _put_winners(best, block, low, high, mine, K)
             for step in range(top - BASE + 1):
                 level = top - step
                 offset = tl.where(level > 0, capacity, 0).to(tl.int64)
                 offset += tl.where(level > 1, capacity // 8, 0) + tl.where(level > 2, capacity // 64, 0)
                 values = scores + offset + (place >> (3 * level))
                 there = ((visible - 1) >> (3 * level)) + 1
-                first = step == 0
-                parent = tl.load(mine + rank, mask=(rank < kept) & (step > 0), other=0)
+                first = (step == 0) & (LISTED == 0)
+                parent = tl.load(mine + rank, mask=rank < kept, other=0)
                 parent = tl.where(first, rank, parent)
                 known = first | (rank < kept)
                 index = parent[:, None] * 8 + eight[None, :]
-                if first & LISTED:  # maxima of the blocks on the list; their numbers stand for the entries from here on
-                    listed = index
-                    index = tl.load(chosen + listed, mask=listed < offered, other=-1)
-                    raw = tl.load(values + index, mask=index >= 0, other=float("-inf"))
-                elif first:
+                if first:
                     raw = tl.load(values + index, mask=index < there, other=float("-inf"))
                 else:  # all eight of a block can be read, -inf where there is nothing: wide loads
                     raw = tl.load(tl.multiple_of(values, 16) + index, mask=known[:, None], other=float("-inf"))
@@ -194,26 +223,10 @@ def _select(
                 if BASE == 1:
                     newest = (visible - 1) >> (3 * level)
                     key = tl.where(known[:, None] & (index == newest), _FIRST, key)
-                if first:  # the best, and the least: no round is spent on where there is nothing
-                    high = tl.maximum(tl.max(key), low)
-                    low = tl.minimum(tl.min(tl.where(key > _LOWEST, key, high)), high)
-                low, count = _kth(key, low, high, K)
-                # The winners: all above `low`, and of those equal to it the first ones.
-                above = (key > low).to(tl.int32)
-                counts = above + ((key == low).to(tl.int32) << 16)
-                blocks = tl.sum(counts, 1)
-                ends = tl.cumsum(blocks, 0)
-                before = tl.cumsum(counts, 1) + (ends - blocks)[:, None]
-                room = K - (tl.sum(blocks, 0) & 0xFFFF)
-                equals = before >> 16
-                wins = (above > 0) | ((key == low) & (equals <= room))
-                place_of = (before & 0xFFFF) + tl.minimum(equals, room) - 1
-                kept = tl.minimum(count, K)
-                low = tl.where(count < K, _LOWEST + 1, low)  # fewer blocks than K say nothing about the entries in them
+                if first:
+                    low, high = _range(key)
                 if GATHERED:
                     block = tl.load(chosen + parent, mask=known & (level == BASE), other=0)
                     index = tl.where(level == BASE, block, parent)[:, None] * 8 + eight[None, :]
-                tl.debug_barrier()  # everyone has read the parents
-                write(mine + place_of, index, wins)
-                tl.debug_barrier()
+                kept, low = _put_winners(key, index, low, high, mine, K)
             tl.store(mine + rank, -1, mask=(rank >= kept) & (rank < K))

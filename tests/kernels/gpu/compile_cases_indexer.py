@@ -17,19 +17,19 @@ def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def plans(rows: int, chunks: int, ratio: int, candidates: int | None = None) -> StepPlan:
+def plans(rows: int, chunks: int, ratio: int, candidates: int | None = None, tokens: int = TOKENS) -> StepPlan:
     return indexer.plan_step(
-        meta(rows), meta(rows), meta(rows), chunks=chunks, ratio=ratio, topk=TOPK, max_entries=TOKENS // ratio,
+        meta(rows), meta(rows), meta(rows), chunks=chunks, ratio=ratio, topk=TOPK, max_entries=tokens // ratio,
         candidate_blocks=candidates,
     )  # fmt: skip
 
 
-def choice(rows: int, chunks: int, ratio: int, *, publish: int = 0, inside: bool = False) -> None:
+def choice(rows: int, chunks: int, ratio: int, *, publish: int = 0, inside: bool = False, tokens: int = TOKENS) -> None:
     queries = IndexQueries(meta(rows, 32, 128, dtype=torch.float8_e4m3fn), meta(rows, 32, dtype=torch.float32))
     per_block = 128 // ratio
     indexer.choose_entries(
         queries, meta(1024 * per_block, 68, dtype=torch.uint8), meta(chunks + 1, TOKENS // 128), per_block,
-        plans(rows, chunks, ratio, CANDIDATES if inside else None), publish=publish,
+        plans(rows, chunks, ratio, CANDIDATES if inside else None, tokens), publish=publish,
         candidates=meta(rows, CANDIDATES, dtype=torch.int32) if inside else None,
     )  # fmt: skip
 
@@ -52,6 +52,10 @@ SCORED: dict[str, Callable[[], None]] = {
     "choose entries, prefill of 4,096, ratio 1": lambda: choice(4096, 1, 1),
     "choose entries, prefill of 4,096, ratio 2": lambda: choice(4096, 1, 2),
     "choose entries inside candidates, decode of 64": lambda: choice(64, 64, 1, inside=True),
+    "choose entries inside candidates, verify 64 x 6": lambda: choice(384, 64, 1, inside=True),
+    "choose entries inside candidates, verify 64 x 6, few entries": lambda: choice(
+        384, 64, 1, inside=True, tokens=32768
+    ),
     "choose entries and candidates, decode of 64": lambda: choice(64, 64, 1, publish=CANDIDATES),
 }
 CASES: dict[str, Callable[[], None]] = SCORED | {
@@ -60,10 +64,16 @@ CASES: dict[str, Callable[[], None]] = SCORED | {
     "index keys, ratio 2": lambda: keys(64, 64),
 }
 WGMMA = set(SCORED)
-# Scores of single rows: three loads before the loop, for a fifth program an SM. Candidates: 16,384 values in registers.
+# Three loads before the loop, for a program more an SM (single rows, gathered ones) or for six rows' sums in registers.
+# Candidates: 16,384 values in registers.
 STACK = {
     "choose entries, decode of 64, ratio 1": 16,
     "choose entries, decode of 64, ratio 2": 16,
+    "choose entries, verify 64 x 6, ratio 1": 16,
+    "choose entries, verify 64 x 6, ratio 2": 16,
     "choose entries, prefill of 4,096, ratio 2": 8,
-    "choose entries and candidates, decode of 64": 224,
+    "choose entries inside candidates, decode of 64": 8,
+    "choose entries inside candidates, verify 64 x 6": 8,
+    "choose entries inside candidates, verify 64 x 6, few entries": 16,
+    "choose entries and candidates, decode of 64": 16,
 }

@@ -19,7 +19,13 @@ CUDA = DEVICE.type == "cuda"
 TOPK, CANDIDATES = (512, 2048) if CUDA else (16, 32)
 EDGES = [0, 1, 511, 512, 513, 8191, 8192, 8193, 16383, 16384, 16385, 32767, 32768, 32769, 131071, 131072]
 LENGTHS = EDGES if CUDA else [0, 17, 257]
-ROWS = {"decode": 1, "verify": 6, "prefill": 13} if CUDA else {"decode": 1, "verify": 3}
+FEW = [length for length in LENGTHS if length <= 3 * 8 * CANDIDATES]  # rows that share keys score all of these
+KINDS: dict[str, tuple[int, list[int]]] = (
+    {"decode": (1, LENGTHS), "verify": (6, LENGTHS), "verify, few": (6, FEW), "prefill": (13, LENGTHS)}
+    if CUDA
+    else {"decode": (1, LENGTHS), "verify, few": (3, FEW)}
+)
+PAGES = [(kind, per_block) for kind in KINDS for per_block in ((128, 64) if CUDA else (64,))]
 
 
 def small(*shape: int, share: float) -> Tensor:
@@ -31,28 +37,28 @@ def small(*shape: int, share: float) -> Tensor:
 class Sources:
     """Two index sources over one sequence a length; the rows of a chunk end with the one that sees `length` entries."""
 
-    def __init__(self, rows: int, per_block: int) -> None:
+    def __init__(self, rows: int, lengths: list[int], per_block: int) -> None:
         ratio = 128 // per_block
-        self.per_block, self.ratio, self.chunks = per_block, ratio, len(LENGTHS)
-        ends = torch.tensor(LENGTHS) * ratio - int(ratio == 1)  # a position that sees so many: (p + 1) // ratio
+        self.per_block, self.ratio, self.chunks = per_block, ratio, len(lengths)
+        ends = torch.tensor(lengths) * ratio - int(ratio == 1)  # a position that sees so many: (p + 1) // ratio
         firsts = (ends - rows + 1).clamp_min(0)
         self.positions = torch.cat([torch.arange(a, b + 1) for a, b in zip(firsts, ends.clamp_min(0), strict=True)])
         counts = ends.clamp_min(0) - firsts + 1
-        self.slots = torch.repeat_interleave(torch.arange(len(LENGTHS)), counts)
+        self.slots = torch.repeat_interleave(torch.arange(len(lengths)), counts)
         self.starts = firsts[self.slots].to(DEVICE)
         self.positions, self.slots = self.positions.to(DEVICE), self.slots.to(DEVICE)
         self.seen = (self.positions + 1) // ratio
         self.most = int(self.seen.max())
         blocks = -(-self.most // per_block)
-        self.tables = (torch.randperm(len(LENGTHS) * blocks, device=DEVICE) + 1).view(len(LENGTHS), blocks)
+        self.tables = (torch.randperm(len(lengths) * blocks, device=DEVICE) + 1).view(len(lengths), blocks)
         self.keys, self.pools = [], []
         for share in (0.05, 0.3):
             keys = small(blocks * per_block, 128, share=share).bfloat16()
             pool = torch.full(
-                ((len(LENGTHS) * blocks + 1) * per_block, index_keys.KEY_BYTES), 255, dtype=torch.uint8, device=DEVICE
+                ((len(lengths) * blocks + 1) * per_block, index_keys.KEY_BYTES), 255, dtype=torch.uint8, device=DEVICE
             )
             number = torch.arange(len(keys), device=DEVICE)
-            for slot, length in enumerate(LENGTHS):  # the same keys for all, each as far as its sequence goes
+            for slot, length in enumerate(lengths):  # the same keys for all, each as far as its sequence goes
                 places = self.tables[slot][number // per_block] * per_block + number % per_block
                 index_keys.insert_keys(keys[:length], pool, places[:length], per_block)
             self.keys.append(keys.float())
@@ -79,11 +85,10 @@ class Sources:
         return indexer.index_scores(self.q[source][one, None], keys[None], self.weights[source][one, None])[0]
 
 
-@pytest.mark.parametrize("per_block", [128, 64])
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(("kind", "per_block"), PAGES)
 def test_the_choice_equals_the_reference_from_end_to_end(kind: str, per_block: int) -> None:
     torch.manual_seed(per_block)
-    step = Sources(ROWS[kind], per_block)
+    step = Sources(*KINDS[kind], per_block)
     entries, blocks = step.choose(0)
     assert blocks is not None
     inside, nothing = step.choose(1, blocks)

@@ -235,7 +235,7 @@ def test_both_kernels_give_the_same_bits(name: str) -> None:
 
 
 def test_scores_that_do_not_fit_at_once_are_made_in_passes() -> None:
-    step = Step([6, 1, 2], [200, 300, 130], 128)
+    step = Step([6, 1, 2, 6], [200, 300, 130, 150], 128)
     whole, parts = step.plan(), step.plan(score_bytes=4 * 2048)
     assert whole.passes == 1 and parts.passes > 2
     for one, other in zip(step.scores(whole), step.scores(parts), strict=True):
