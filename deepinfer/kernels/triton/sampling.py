@@ -57,7 +57,7 @@ def sample(
     keys, ids = torch.empty(2, rows, pieces, dtype=torch.int32, device=device)
     tops, sums = torch.empty(2, rows, pieces, device=device)
     words = (vocab + 31) // 32
-    constraints = (masks, mask_rows) if masks is not None else (keys, keys)
+    constraints = (keys, keys) if masks is None or mask_rows is None else (masks, mask_rows)
     grid = (pieces, rows)
     out = Sampled(
         torch.empty(rows, dtype=torch.int64, device=device),
@@ -66,8 +66,9 @@ def sample(
     )
     noisy, cut = laws is not None and drawn, laws is not None and drawn and truncated
     masked, group, chosen = masks is not None, group_size(vocab), ids
-    law = (ids, ids, tops, ids, tops, tops, ids, ids)  # nobody's
-    bests, weights, queue, found = tops, tops, ids, (tops, tops, tops, tops, ids)
+    law: tuple[Tensor, ...] = (ids, ids, tops, ids, tops, tops, ids, ids)  # nobody's
+    bests, weights, queue = tops, tops, ids
+    found: tuple[Tensor, ...] = (tops, tops, tops, tops, ids)
     part = 32
     if noisy:
         assert laws is not None
@@ -90,8 +91,7 @@ def sample(
         finish_kernel, (rows,), logits, *constraints, *law, keys, ids, tops, sums, chosen, *found, *out, stride, vocab,
         pieces, *count, words, MASKED=masked, DRAWN=noisy, TRUNCATED=cut, PIECES=triton.next_power_of_2(pieces),
         PARTS=triton.next_power_of_2(count[0]), PROGRAMS=triton.next_power_of_2(count[1]), PART=part,
-        STRIP=min(part, 128), num_warps=1,
-        **OVERLAP,
+        STRIP=min(part, 128), num_warps=1, **OVERLAP,
     )  # fmt: skip
     return out
 

@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.triton.noise import PAIRS, is_packed
 from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
-from deepinfer.kernels.triton.runtime import launch, num_sms
+from deepinfer.kernels.triton.runtime import launch
 from deepinfer.kernels.triton.sampling_rows import (
     INFINITY,
     NO_ID,
@@ -38,14 +37,7 @@ from deepinfer.kernels.triton.sampling_rows import (
     tempered,
 )
 from deepinfer.kernels.triton.truncation_cut import cut_kernel
-from deepinfer.kernels.triton.truncation_long import (
-    LEVELS,
-    SPARSE,
-    gather_kernel,
-    guess_kernel,
-    levels_kernel,
-    settle_long_kernel,
-)
+from deepinfer.kernels.triton.truncation_long import draw_long
 from deepinfer.kernels.triton.truncation_short import settle_kernel
 
 CAPACITY = 4096  # of a row's list, which `settle` holds in registers
@@ -53,7 +45,6 @@ SHORT = 1024  # most lists are shorter than this
 MOST = tl.constexpr(0.55)  # of the groups: 0.8 tokens above the threshold each where all are alike
 CUT_STRIP, CUT_WARPS = 512, 8
 COLLECTORS = 8  # programs a row that list
-PROGRAMS = 8  # of `levels` for each multiprocessor
 
 
 @triton.jit
@@ -203,7 +194,7 @@ def draw_truncated(
     tails = torch.empty(rows, 2 * COLLECTORS, device=device)
     hits, numbers = torch.empty_like(bests, dtype=torch.int32), torch.empty_like(counts)
     chosen = torch.empty(rows, dtype=torch.int32, device=device)
-    constraints = (masks, mask_rows) if masks is not None else (keys, keys)
+    constraints = (keys, keys) if masks is None or mask_rows is None else (masks, mask_rows)
     parameters = (laws.temperature, laws.top_k, laws.top_p, laws.log_min_p)
     common = {"MASKED": masks is not None, "PIECES": triton.next_power_of_2(pieces)}
     group = group_size(vocab)
@@ -212,7 +203,7 @@ def draw_truncated(
     launch(
         threshold_kernel, (rows,), laws.slots, *parameters, keys, ids, bests, weights, hits, numbers, counts, lows,
         tails, vocab, pieces, PIECES=common["PIECES"], **parts, CAPACITY=capacity,
-        COLLECTORS=COLLECTORS, num_warps=8, **OVERLAP,
+        COLLECTORS=COLLECTORS, num_warps=16, **OVERLAP,
     )  # fmt: skip
     launch(
         collect_kernel, (COLLECTORS, rows), logits, *constraints, laws.slots, *parameters, keys, ids, hits, numbers,
@@ -228,42 +219,7 @@ def draw_truncated(
             tails, queue, chosen, vocab, pieces, TAILS=2 * COLLECTORS, CAPACITY=capacity, LEAST=least, WIDTH=width,
             num_warps=warps, **OVERLAP,
         )  # fmt: skip
-    lengths = torch.empty_like(counts)
-    levels, sums = (
-        torch.empty(rows, LEVELS.value, device=device),
-        torch.empty(rows, pieces, LEVELS.value, device=device),
-    )
-    law = (laws.slots, *parameters)
-    sparse = SPARSE if vocab >= CAPACITY else 2
-    launch(
-        guess_kernel, (rows,), logits, *constraints, *law, keys, ids, queue, lengths, levels, *tail, **common,
-        GROUP=group, SPARSE=sparse, SAMPLE=triton.next_power_of_2(triton.cdiv(vocab, group * sparse)) * group,
-        CAPACITY=capacity, LEVELS=LEVELS.value, num_warps=8, **OVERLAP,
-    )  # fmt: skip
-    grid = (min(rows * pieces, PROGRAMS * num_sms(logits)),)
-    launch(
-        levels_kernel, grid, logits, *constraints, *law, keys, ids, queue, levels, sums, *tail, **common,
-        **tiles | {"STRIP": tiles["STRIP"] // 2}, LEVELS=LEVELS.value, **OVERLAP,
-    )  # fmt: skip
-    span, pairs = tiles["PIECE"], PAIRS if vocab >= CAPACITY else 8
-    span = span // 4 if vocab >= CAPACITY else span
-    programs = triton.cdiv(vocab, span)
-    numbers = torch.empty(rows, programs, dtype=torch.int32, device=device)
-    masses, below = torch.empty(2, rows, programs, dtype=torch.float64, device=device)
-    scores = torch.empty(rows, programs, device=device)
-    winners = torch.empty(rows, programs, 2, dtype=torch.int32, device=device)
-    found = (lengths, listed_t, listed_ids, numbers, masses, below, scores, winners)
-    law = (laws.slots, laws.positions, *parameters, *seeds)
-    launch(
-        gather_kernel, (min(rows * programs, 16 * num_sms(logits)),), logits, *constraints, *law, keys, ids, queue,
-        levels, sums, *found, stride, vocab, pieces, programs, words, **common, CAPACITY=capacity, LEVELS=LEVELS.value,
-        SPAN=span, PAIRS=pairs, PACKED=is_packed(logits), num_warps=1, **OVERLAP,
-    )  # fmt: skip
-    launch(
-        settle_long_kernel, (rows,), logits, *constraints, *law, keys, ids, queue, counts, levels, sums, *found, chosen,
-        stride, vocab, pieces, programs, words, **common, CAPACITY=capacity, LEVELS=LEVELS.value,
-        PROGRAMS=triton.next_power_of_2(programs), STRIP=min(capacity, 512), num_warps=16, **OVERLAP,
-    )  # fmt: skip
+    draw_long(logits, laws, constraints, masks is not None, keys, ids, queue, counts, listed_t, listed_ids, chosen)
     launch(
         cut_kernel, (rows,), logits, *constraints, laws.slots, laws.positions, *parameters, *seeds, keys, ids, counts,
         chosen, *tail, **common, CAPACITY=capacity, STRIP=min(capacity, CUT_STRIP), num_warps=CUT_WARPS, **OVERLAP,
