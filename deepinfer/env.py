@@ -112,7 +112,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DEEPINFER_BATCH_INVARIANT", "batch_invariant", "0, 1", _switch, False,
         "A request gives the same bits alone and in any company, whatever its seed. 1 is refused where an operator "
-        "cannot promise it: it needs float32 on a CPU with its kernels, and exact prefix hits.", "LLM, engine",
+        "cannot promise it: it needs float32 on a CPU with its kernels or bfloat16 on a Hopper GPU, and exact prefix "
+        "hits.", "LLM, engine",
     ),
     Variable(
         "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "yoco_truncation_mode", "compact, off",

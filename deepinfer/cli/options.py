@@ -48,6 +48,15 @@ MaxNumBatchedTokens = Annotated[
 GpuMemoryUtilization = Annotated[
     float, typer.Option(help="Share of a GPU's memory for weights and cache together.", rich_help_panel=ENGINE)
 ]
+ExpertCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Keep the experts in the order of the GPU kernels in this directory, as many bytes as they have: later "
+        "loads read them there and need not lay them out.",
+        rich_help_panel=ENGINE,
+    ),
+]
 PrefixMode = Annotated[
     str,
     typer.Option(

@@ -21,6 +21,7 @@ class Arguments(TypedDict, total=False):
     max_num_batched_tokens: int | None
     gpu_memory_utilization: float
     num_blocks: int | None
+    expert_cache: str | None
     enable_prefix_caching: bool
     prefix_mode: str
     kv_format: str
@@ -60,6 +61,9 @@ class EngineArguments:
     """Share of a GPU's memory for weights and cache together."""
     num_blocks: int | None = None
     """Cache blocks of 128 tokens; None = what fits."""
+    expert_cache: str | None = None
+    """Directory that keeps the experts in the order of the GPU kernels, so that the next load need not lay them out: as
+    many bytes as the experts have; None = nothing is kept."""
 
     enable_prefix_caching: bool = True
     """Compute what prompts begin with in common once."""

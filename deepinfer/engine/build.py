@@ -42,10 +42,20 @@ from deepinfer.speculation.propose import Drafter, DraftModelDrafter
 def load(path: Path, settings: Settings, *, progress: bool = False) -> tuple[DeepseekV41, EngineConfig]:
     """The model of a directory, with its draft stages if they are to be used, and the sizes of an engine in the memory
     that it leaves. ValueError naming what does not fit."""
-    drafts = draft_length(settings, ModelConfig.from_dir(path))  # refused before anything is read, as is
+    config = ModelConfig.from_dir(path)
+    drafts = draft_length(settings, config)  # refused before anything is read, as is
     if drafts:
         Calibration.load(path, drafts)  # a broken file
-    model = load_model(path, device=str(settings.device), dtype=settings.dtype, drafts=drafts > 0, progress=progress)
+    _check_invariance(settings, config)
+    model = load_model(
+        path,
+        device=str(settings.device),
+        dtype=settings.dtype,
+        drafts=drafts > 0,
+        invariant=settings.batch_invariant,
+        expert_cache=settings.expert_cache,
+        progress=progress,
+    )
     return model, engine_config(settings, model.config)
 
 
@@ -55,8 +65,7 @@ def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
     ValueError naming the argument that does not fit this model or this memory, with the nearest that does.
     """
     drafts = draft_length(settings, model)
-    if settings.batch_invariant and (problem := sizes_problem(model)) is not None:
-        raise ValueError(f"batch_invariant: {problem}")
+    _check_invariance(settings, model)
     if settings.truncation:
         check_keep_tokens(settings.keep_tokens, model)
         if (problem := model.narrowing_obstacle()) is not None:
@@ -118,6 +127,13 @@ def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
     return config
 
 
+def _check_invariance(settings: Settings, model: ModelConfig) -> None:
+    if not settings.batch_invariant:
+        return
+    if (problem := sizes_problem(model, settings.device, settings.dtype)) is not None:
+        raise ValueError(f"batch_invariant: {problem}")
+
+
 def _beside_the_cache(settings: Settings, model: ModelConfig, drafts: int) -> tuple[int, int]:
     """Bytes of a GPU that steps and graphs need beside weights and cache, and the rows of the largest graph; none of
     either on a CPU."""
@@ -158,6 +174,8 @@ def build_core(
 ) -> EngineCore:
     """An engine core on a loaded model. path: the model's directory, which names the content of its cache. on_event:
     told what the prefix cache stores and loses. progress: show it on stderr if measuring steps takes long."""
+    if config.batch_invariant and select.gpu_twins(model.device, model.numerics.dtype) and not model.numerics.invariant:
+        raise ValueError("batch_invariant: the model was loaded without it; use load_model(..., invariant=True)")
     used = _used_memory(model.device)  # by the weights
     storage = CacheStorage.for_model(
         model,

@@ -142,9 +142,10 @@ class StepDraws:
         self._sampling.append(owners, token_ids, kept)
 
         logits = self._select(logits, np.repeat(firsts, counts) + emitted)
+        positions = np.repeat(rows.positions, counts) + emitted
         result = StepResult(
             token_ids=token_ids.cpu().numpy(),
-            logprobs=logprobs_of(logits, token_ids).cpu().numpy(),
+            logprobs=logprobs_of(logits, token_ids, owners, positions, self._sampling).cpu().numpy(),
             valid=valid,
             top=list_top(logits, token_ids, owners, self._sampling),
             counts=counts,

@@ -17,29 +17,63 @@ from deepinfer.model.config import ModelConfig
 
 
 def operators_problem(device: torch.device, dtype: str) -> str | None:
-    """Whether operators compute each row alone here, in a fixed order: the CPU kernels do."""
+    """Whether operators compute each row alone here, in a fixed order: the CPU kernels do, and those of a GPU can."""
     if device.type == "cpu" and dtype == "float32":
         if select.cpu_twins(device, torch.float32):
             return None
         return f"the CPU kernels are missing ({select.explain(device, torch.float32)}); use batch_invariant=False"
+    if select.gpu_twins(device, getattr(torch, dtype)):
+        return None
     # plain PyTorch chooses the blocking of a matrix product by its number of rows
+    nearest = "device='cpu' with dtype='float32'"
+    if select.gpu_twins(device, torch.bfloat16):
+        nearest = f"dtype='bfloat16', whose kernels do not, {nearest}"
     return (
-        f"matrix products in {dtype} on {device.type} round differently for other numbers of rows; use device='cpu' "
-        "with dtype='float32', or batch_invariant=False"
+        f"matrix products in {dtype} on {device.type} run in plain PyTorch and round differently for other numbers of "
+        f"rows; use {nearest}, or batch_invariant=False"
     )
 
 
-def sizes_problem(model: ModelConfig) -> str | None:
-    """Whether the CPU kernels serve all operators of this model: sizes that they do not know run in plain PyTorch."""
-    if model.hc_mult != 4:
-        wrong = f"hc_mult = {model.hc_mult}, and the CPU kernels mix 4 copies"
-    elif model.num_attention_heads % 4:
-        wrong = f"num_attention_heads = {model.num_attention_heads}, and the CPU kernels take 4 heads at a time"
-    else:
+def sizes_problem(model: ModelConfig, device: torch.device, dtype: str) -> str | None:
+    """Whether the kernels serve all operators of this model: sizes that they do not know run in plain PyTorch."""
+    on_gpu = select.gpu_twins(device, getattr(torch, dtype))
+    wrong = _wrong_on_gpu(model) if on_gpu else _wrong_on_cpu(model)
+    if wrong is None:
         return None
     return (
         f"the model has {wrong}: plain PyTorch rounds differently for other numbers of rows; use batch_invariant=False"
     )
+
+
+def _wrong_on_cpu(model: ModelConfig) -> str | None:
+    if model.hc_mult != 4:
+        return f"hc_mult = {model.hc_mult}, and the CPU kernels mix 4 copies"
+    if model.num_attention_heads % 4:
+        return f"num_attention_heads = {model.num_attention_heads}, and the CPU kernels take 4 heads at a time"
+    return None
+
+
+def _wrong_on_gpu(model: ModelConfig) -> str | None:
+    heads, size, width = model.num_attention_heads, model.head_dim, model.hidden_size
+    if not select.mixes(model.hc_mult, width):
+        return f"hc_mult = {model.hc_mult} and hidden_size = {width}, and the GPU kernels mix 4 copies of 64s"
+    if not select.shuffles_experts(width):
+        return f"hidden_size = {width}, and the GPU kernels of the experts take multiples of 128"
+    if not select.splits_heads(size, model.qk_rope_head_dim):
+        return f"head_dim = {size} and qk_rope_head_dim = {model.qk_rope_head_dim}, which no GPU kernel rotates"
+    if not select.attends(heads, size):
+        return (
+            f"num_attention_heads = {heads} and head_dim = {size}, and the GPU kernels take 8, 16, 32 or 64 heads of "
+            "128, 256 or 512"
+        )
+    return None
+
+
+def records_problem(kv_format: str, device: torch.device, dtype: str) -> str | None:
+    """Whether the kernels read these cache records: others are attended to in plain PyTorch."""
+    if not select.gpu_twins(device, getattr(torch, dtype)) or kv_format in ("hopper", "packed"):
+        return None
+    return f"the GPU kernels do not read {kv_format} records; use kv_format 'hopper', or batch_invariant=False"
 
 
 def replay_problem(prefix_caching: str) -> str | None:

@@ -9,9 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepinfer.engine.sampling_state import LISTED, SamplingState
-from deepinfer.engine.target import StepTarget
+from deepinfer.engine.sampling_state import DRAWN, LISTED, SamplingState
+from deepinfer.engine.target import StepTarget, drawn_by_kernel
 from deepinfer.engine.truncation import ranked
+from deepinfer.kernels.select import gpu_twins, log_probabilities
 from deepinfer.speculation.constraint import Masks
 
 Whole = npt.NDArray[np.int64]
@@ -34,12 +35,21 @@ def choose(logits: Tensor, slots: Whole, positions: Whole, state: SamplingState,
     """
     target = StepTarget(logits, slots, positions, state, masks=masks)
     token_ids = target.draw()
-    return Chosen(token_ids, logprobs_of(logits, token_ids), target.finite())
+    return Chosen(token_ids, logprobs_of(logits, token_ids, slots, positions, state), target.finite())
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Natural log of each row's probability of its token, float32 [rows]. logits float32 [rows, vocab], raw."""
-    return torch.log_softmax(logits, dim=-1).gather(-1, token_ids[:, None])[:, 0]
+def logprobs_of(logits: Tensor, token_ids: Tensor, slots: Whole, positions: Whole, state: SamplingState) -> Tensor:
+    """Natural log of each row's probability of its token, float32 [rows]. Arguments as those of `choose`.
+
+    A round takes the sum of a row in the order in which it draws from it. So on a GPU a token that a round would have
+    drawn has the bits that it would have there, but where the same number stands in a list, too.
+    """
+    plain = log_probabilities(logits, token_ids[:, None])[:, 0]
+    flags = state.flags[slots]
+    if not (flags & DRAWN).any() or not gpu_twins(logits.device, torch.bfloat16):
+        return plain
+    drawn, logprobs = drawn_by_kernel(logits, slots, positions, state)
+    return torch.where((drawn == token_ids) & state.place(flags & LISTED == 0), logprobs, plain)
 
 
 def list_top(
@@ -65,16 +75,12 @@ def top_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[dict
 
     logits: float32 [rows, vocab], raw; tokens: int64 [rows]. Ties go to the lower id.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
-    widest = max(counts, default=0)
+    ids, widest = tokens[:, None], max(counts, default=0)
     if widest:
-        ids = ranked(logits, widest)[1]
-        listed = list(zip(ids.tolist(), logprobs.gather(-1, ids).tolist(), strict=True))
-    else:
-        listed = [([], [])] * len(counts)
+        ids = torch.cat((ids, ranked(logits, widest)[1]), dim=1)
+    rows = zip(ids.tolist(), log_probabilities(logits, ids).tolist(), counts, strict=True)
     out = []
-    for (row_ids, row_values), token, value, count in zip(listed, tokens.tolist(), own, counts, strict=True):
+    for (token, *row_ids), (value, *row_values), count in rows:
         entry = dict(zip(row_ids[:count], row_values[:count], strict=True))
         entry.setdefault(token, value)
         out.append(entry)

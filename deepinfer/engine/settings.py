@@ -21,7 +21,7 @@ from deepinfer.config import (
     check_whole_number,
 )
 from deepinfer.engine.arguments import EngineArguments
-from deepinfer.engine.invariance import operators_problem, replay_problem
+from deepinfer.engine.invariance import operators_problem, records_problem, replay_problem
 from deepinfer.env import VARIABLES, Environment, read_environment
 from deepinfer.kernels import select
 from deepinfer.kernels.device import resolve_device
@@ -47,6 +47,8 @@ class Settings:
     gpu_memory_utilization: float
     num_blocks: int | None
     """None = what fits."""
+    expert_cache: str | None
+    """Directory; None where nothing is kept there, also because no GPU kernels run."""
     kv_format: str
     prefix_caching: str
     """"off", "exact" or "bounded"."""
@@ -80,6 +82,7 @@ class Settings:
             f"{config.max_num_batched_tokens} tokens per step, {config.num_blocks} cache blocks of {BLOCK_SIZE} tokens",
             f"  cache records {config.kv_format}, {block_bytes(model, config.kv_format):,} bytes per block",
             f"  {_describe_prefix_cache(model, config)}",
+            *([f"  experts in the kernels' order kept in {self.expert_cache}"] if self.expert_cache else []),
             "  every token of a prompt runs through every layer"
             if not config.truncation
             else f"  decoder truncation: layers after the last KV source run on a prompt's last {config.keep_tokens} "
@@ -92,6 +95,7 @@ class Settings:
             if config.batch_invariant
             else "  not batch invariant: bits of a request may depend on its company"
             if operators_problem(self.device, self.dtype) is not None
+            or select.gpu_twins(self.device, getattr(torch, self.dtype))  # whose kernels have to be told
             else "  batch invariance not asked for",
         ]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
@@ -136,6 +140,9 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         if getattr(arguments, name) is not None:
             _check_switch(name, getattr(arguments, name))
     _check_switch("enable_prefix_caching", arguments.enable_prefix_caching)
+    cache = arguments.expert_cache
+    if cache is not None and (not isinstance(cache, str) or not cache):
+        raise ValueError(f"expert_cache: must be the name of a directory, or None, got {cache!r}")
     truncation = _or(arguments.yoco_truncation, environment.yoco_truncation_mode)
     _check_word("yoco_truncation", truncation, TRUNCATION_MODES)
     nextn = _or(arguments.nextn, environment.nextn_decode)
@@ -156,7 +163,11 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         raise ValueError(problem)
     prefix_caching = arguments.prefix_mode if arguments.enable_prefix_caching else "off"
     batch_invariant = _or(arguments.batch_invariant, environment.batch_invariant)
-    if batch_invariant and (problem := operators_problem(device, dtype) or replay_problem(prefix_caching)) is not None:
+    problem = None
+    if batch_invariant:
+        problem = operators_problem(device, dtype) or records_problem(kv_format, device, dtype)
+        problem = problem or replay_problem(prefix_caching)
+    if problem is not None:
         if arguments.batch_invariant is None:
             raise ValueError(f"DEEPINFER_BATCH_INVARIANT: {problem} (or set the variable to 0)")
         raise ValueError(f"batch_invariant: {problem}")
@@ -169,6 +180,7 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         max_num_batched_tokens=max(DEFAULT_STEP_TOKENS[device.type], arguments.max_num_seqs) if most is None else most,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         num_blocks=arguments.num_blocks,
+        expert_cache=arguments.expert_cache if select.gpu_twins(device, getattr(torch, dtype)) else None,
         kv_format=kv_format,
         prefix_caching=prefix_caching,
         truncation=truncation == "compact",
@@ -184,7 +196,10 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         batch_invariant=batch_invariant,
         seed=arguments.seed,
         logging_interval=environment.logging_interval_step,
-        notes=tuple(_notes(arguments, environment, truncation)),
+        notes=(
+            *_notes(arguments, environment, truncation),
+            *_cache_note(arguments, device, getattr(torch, dtype)),
+        ),
     )
 
 
@@ -198,6 +213,12 @@ def _notes(arguments: EngineArguments, environment: Environment, truncation: str
     if environment.unknown:
         notes.append(f"environment variables without a meaning: {', '.join(environment.unknown)}")
     return notes
+
+
+def _cache_note(arguments: EngineArguments, device: torch.device, dtype: torch.dtype) -> list[str]:
+    if arguments.expert_cache is None or select.gpu_twins(device, dtype):
+        return []
+    return ["expert_cache without effect: no GPU kernels read what it would hold"]
 
 
 def _check_ranks(arguments: EngineArguments, environment: Environment) -> None:

@@ -27,7 +27,7 @@ from deepinfer.engine.sampling_state import (
 from deepinfer.engine.truncation import truncate
 from deepinfer.kernels.argmax import argmax
 from deepinfer.kernels.random_streams import gumbel
-from deepinfer.kernels.select import constrain_rows
+from deepinfer.kernels.select import constrain_rows, gpu_twins
 from deepinfer.speculation.constraint import Masks
 from deepinfer.speculation.verify import residual_logprobs
 
@@ -73,12 +73,22 @@ class StepTarget:
         ids = self._best_ids.clone() if rows is None else self._best_ids.index_select(0, rows)
         if not self._wanted & DRAWN:
             return ids
+        if gpu_twins(ids.device, torch.bfloat16):
+            return self._draw_by_kernel(rows)
         at = np.arange(len(self._slots)) if rows is None else rows.cpu().numpy()
         for own, truncated in self._drawn(at):
             values, kept = self._law(at[own], truncated)
             winner = argmax(values.double() + self._noise(at[own], kept, values.shape[-1]))
             ids[self._state.place(own)] = winner if kept is None else kept.gather(-1, winner[:, None])[:, 0]
         return ids
+
+    def _draw_by_kernel(self, rows: Tensor | None) -> Tensor:
+        """`draw` by the kernel of the rounds (device_round.py): the same token whichever way a step goes."""
+        slots, positions, z = self._slots, self._positions, self._z
+        if rows is not None:
+            at = rows.cpu().numpy()
+            slots, positions, z = slots[at], positions[at], z.index_select(0, rows)
+        return drawn_by_kernel(z, slots, positions, self._state)[0]
 
     def finite(self, rows: Tensor | None = None) -> Tensor:
         """Bool [n]; False: no finite largest logit (NaN, or everything banned), the row's token means nothing."""
@@ -185,3 +195,18 @@ class StepTarget:
         places = np.repeat(np.arange(len(rows)), depths)
         back = np.arange(len(places)) - np.repeat(depths.cumsum() - depths, depths)  # 0 = the row's own input
         return self._state.place(places), self._inputs.index_select(0, self._state.place(rows[places] - back))
+
+
+def drawn_by_kernel(z: Tensor, slots: Whole, positions: Whole, state: SamplingState) -> tuple[Tensor, Tensor]:
+    """What the kernel of the rounds (device_round.py) draws from rows z float32 [n, vocab], int64 [n], and the logs of
+    their probabilities in these rows, float32 [n]. Only where GPU kernels run."""
+    from deepinfer.kernels.triton.sampling import sample  # both need Triton
+    from deepinfer.kernels.triton.sampling_rows import RowLaws
+
+    flags = state.flags[slots]
+    heat = torch.where(state.place(state.flags & DRAWN != 0), state.temperature, 0.0)
+    parameters = heat, state.top_k, state.top_p, torch.log(state.min_p), state.seed_low, state.seed_high
+    laws = RowLaws(state.place(slots), state.place(positions), *parameters)
+    drawn, truncated = bool((flags & DRAWN).any()), bool((flags & TRUNCATED).any())
+    found = sample(z, laws, drawn=drawn, truncated=truncated)
+    return found.token_ids, found.logprobs

@@ -29,7 +29,10 @@ from deepinfer.kernels.triton import (
     records,
     rope,
     router,
+    sampling,
 )
+from deepinfer.kernels.triton.bf16_linear import bf16_linear
+from deepinfer.kernels.triton.index_scores_plain import plain_scores
 from deepinfer.kernels.triton.moe import mixture
 from deepinfer.kernels.triton.quantize import Fp8Rows, quantize_rows
 from deepinfer.kernels.weights import DenseWeight
@@ -47,10 +50,11 @@ commit_windows = paging.commit_window
 insert_compressed, insert_key_pages = records.insert_compressed, index_keys.insert_keys
 put_key_rows, pack_keys = index_keys.put_key_rows, index_keys.pack_keys
 hyper_expand, hyper_collapse, hyper_collapse_norm = hyper.hyper_expand, hyper.hyper_collapse, hyper.hyper_collapse_norm
-markov_chain = markov.markov_chain
+markov_chain, sample = markov.markov_chain, sampling.sample
 engram_inject, ngram_rows, compress_pairs = engram.engram_inject, engram.ngram_rows, compressor.compress_pairs
 rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
 serves_attention, sparse_attention = attention.serves, attention.sparse_attention
+index_scores = plain_scores
 
 
 def quantized(x: Tensor) -> Fp8Rows:
@@ -86,23 +90,30 @@ def linear_folded(x: Tensor, weight: FoldedWeight) -> Tensor:
 
 def linear_rows(rows: Fp8Rows, weight: FoldedWeight) -> Tensor:
     """Rows [N, K] that are FP8 already times weight^T -> bf16 [N, outputs]."""
-    return dense.fp8_linear(rows, weight.codes, weight.factors)
+    return dense.fp8_linear(rows, weight.codes, weight.factors, invariant=weight.invariant)
 
 
-def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+def linear_wide(x: Tensor, weight: DenseWeight) -> Tensor:
     """bf16 [N, K] times bf16 [M, K]^T with the sum in float32 -> float32 [N, M]."""
+    if weight.invariant:
+        return bf16_linear(x, weight.values)
     if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return F.linear(x.float(), weight.float())
+        return torch.mm(x, weight.values.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.values.float())
+
+
+def linear_rounded(x: Tensor, weight: DenseWeight) -> Tensor:
+    """The same, rounded once -> bf16 [N, M]."""
+    return bf16_linear(x, weight.values, torch.bfloat16) if weight.invariant else F.linear(x, weight.values)
 
 
 def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `select.query_and_window`; queries in split order."""
     assert w.stacked is not None and isinstance(w.wq_b, SplitHeads)
     both, heads = w.stacked.whole, w.wq_b.folded
-    merged = dense.split_sums(quantized(x), both.codes, both.factors)
+    merged = dense.split_sums(quantized(x), both.codes, both.factors, invariant=both.invariant)
     latent, rows, window = norm.query_norms(merged, w.q_norm, w.kv_norm, w.eps, cos, sin)
-    q = dense.fp8_queries(rows, heads.codes, heads.factors, cos, sin, w.head_dim)
+    q = dense.fp8_queries(rows, heads.codes, heads.factors, cos, sin, w.head_dim, invariant=heads.invariant)
     return keep_quantized(latent, rows), q, window
 
 
@@ -117,7 +128,9 @@ def grouped_heads(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tens
     * rank]."""
     assert isinstance(w.wo_a, GroupedWeight)
     weight = w.wo_a.folded
-    return grouped_output.grouped_output(o, weight.codes, weight.factors, cos, sin, w.wo_a.groups)
+    return grouped_output.grouped_output(
+        o, weight.codes, weight.factors, cos, sin, w.wo_a.groups, invariant=weight.invariant
+    )
 
 
 def moe(x: Tensor, w: MoeWeights, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -125,11 +138,12 @@ def moe(x: Tensor, w: MoeWeights, bias: Tensor) -> tuple[Tensor, Tensor, Tensor,
     bank = w.experts
     assert isinstance(bank, ShuffledExperts) and isinstance(w.gate, DenseWeight)
     ids, weights, scores = router.route(
-        linear_wide(x, w.gate.values), bias, topk=w.topk, scale=w.scale, normalize=w.normalize, gate_temp=w.temperature
+        linear_wide(x, w.gate), bias, topk=w.topk, scale=w.scale, normalize=w.normalize, gate_temp=w.temperature
     )
     up, down = bank.shared_up.whole, bank.shared_down
     shared = (up.codes, up.factors), (down.codes, down.factors)
-    return mixture(x, ids, weights, bank.routed, shared, w.limit, rows=quantized(x)), ids, weights, scores
+    y = mixture(x, ids, weights, bank.routed, shared, w.limit, rows=quantized(x), exact=bank.invariant)
+    return y, ids, weights, scores
 
 
 def choose_entries(

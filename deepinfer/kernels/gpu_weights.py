@@ -22,25 +22,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoldedWeight:
-    """e4m3 codes [N, K] times a power of two per output, float32 [N]."""
+    """e4m3 codes [N, K] times a power of two per output, float32 [N]. invariant: products with it give a row the same
+    bits however many rows there are."""
 
     codes: Tensor
     factors: Tensor
+    invariant: bool = False
 
     def dense(self) -> Tensor:
         return self.codes.float() * self.factors.unsqueeze(1)
 
     @classmethod
-    def fold(cls, codes: Tensor, tile_scales: Tensor) -> tuple[FoldedWeight, int]:
+    def fold(cls, codes: Tensor, tile_scales: Tensor, *, invariant: bool = False) -> tuple[FoldedWeight, int]:
         """Of e4m3 codes [N, K] with E8M0 scales per 32 x 32 tile; and how many values changed."""
         from deepinfer.kernels.triton.quantize import fold_fp8
 
         folded, factors, changed = fold_fp8(codes, tile_scales)
-        return cls(folded, factors), changed
+        return cls(folded, factors, invariant), changed
 
     def rows(self, order: Tensor) -> FoldedWeight:
         """Outputs in another order, int64 [N]."""
-        return FoldedWeight(self.codes.view(torch.uint8)[order].view(self.codes.dtype), self.factors[order])
+        codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)
+        return FoldedWeight(codes, self.factors[order], self.invariant)
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ class StackedWeight:
     def parts(self) -> list[FoldedWeight]:
         """Each of them, sharing the memory."""
         pairs = zip(self.whole.codes.split(self.sizes), self.whole.factors.split(self.sizes), strict=True)
-        return [FoldedWeight(codes, factors) for codes, factors in pairs]
+        return [FoldedWeight(codes, factors, self.whole.invariant) for codes, factors in pairs]
 
     @classmethod
     def stack(cls, weights: Sequence[FoldedWeight]) -> StackedWeight:
         codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(torch.float8_e4m3fn)
         factors = torch.cat([weight.factors for weight in weights])
-        return cls(FoldedWeight(codes, factors), tuple(len(weight.factors) for weight in weights))
+        whole = FoldedWeight(codes, factors, all(weight.invariant for weight in weights))
+        return cls(whole, tuple(len(weight.factors) for weight in weights))
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class GroupedWeight(Sequence["GroupPart"]):
         order = column_order(head_dim).to(weight.codes.device)
         heads = weight.codes.view(torch.uint8).unflatten(1, (-1, head_dim))  # [N, heads, head_dim]
         codes = heads[..., order].flatten(1).view(torch.float8_e4m3fn)
-        return cls(FoldedWeight(codes, weight.factors), groups, order)
+        return cls(FoldedWeight(codes, weight.factors, weight.invariant), groups, order)
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,11 @@ class ShuffledExperts:
     routed: ShuffledBank
     shared_up: StackedWeight
     shared_down: FoldedWeight
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a row's bits are to be the same however many rows there are."""
+        return self.shared_down.invariant
 
     @cached_property
     def loose(self) -> tuple[list[tuple[Weight, Weight, Weight]], tuple[Weight, Weight, Weight]]:

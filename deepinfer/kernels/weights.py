@@ -23,9 +23,11 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """A matrix in float32 or bfloat16."""
+    """A matrix in float32 or bfloat16. invariant: the GPU kernels' products with it give a row the same bits however
+    many rows there are."""
 
     values: Tensor
+    invariant: bool = False
 
     def dense(self) -> Tensor:
         return self.values.float()

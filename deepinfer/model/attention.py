@@ -104,5 +104,7 @@ class Attention:
             kv_pool = state.kv_pool(self.kv_source)
             kv_rows = state.selected_rows(self.kv_source, selection.entries)
         split = select.in_split_order(x, self.queries)
-        o = select.sparse_attention(q, *window, kv_pool, kv_rows, self.sink, self.scale, split=split)
+        o = select.sparse_attention(
+            q, *window, kv_pool, kv_rows, self.sink, self.scale, split=split, invariant=self.numerics.invariant
+        )
         return select.grouped_output(o, self.output, cos, sin)

@@ -88,7 +88,9 @@ class Indexer:
                 asked = queries.unflatten(0, rows.shape), weights.unflatten(0, rows.shape)
             else:
                 asked = queries[rows], weights[rows]
-            scores = select.index_scores(asked[0], pool, segment.key_rows, asked[1], visible).flatten(0, 1)
+            scores = select.index_scores(
+                asked[0], pool, segment.key_rows, asked[1], visible, invariant=self.numerics.invariant
+            ).flatten(0, 1)
             state.trace(f"layers.{self.layer}.index_score", scores)  # [B * T, M], -inf where not visible
             if narrow:
                 selection.candidates[number] = select.candidate_mask(

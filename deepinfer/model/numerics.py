@@ -16,17 +16,19 @@ from deepinfer.kernels.reference import quant
 
 @dataclass(frozen=True)
 class Numerics:
-    """dtype: what activations and cache entries are held in between operations."""
+    """dtype: what activations and cache entries are held in between operations. invariant: every sum has one order,
+    whatever else is computed beside it; the CPU kernels know no other way, those of a GPU are told."""
 
     dtype: torch.dtype
+    invariant: bool = False
 
     @classmethod
-    def named(cls, name: str) -> Numerics:
+    def named(cls, name: str, *, invariant: bool = False) -> Numerics:
         """ "float32" or "bfloat16"; anything else is a ValueError."""
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         if name not in dtypes:
             raise ValueError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
-        return cls(dtypes[name])
+        return cls(dtypes[name], invariant)
 
     @property
     def exact(self) -> bool:

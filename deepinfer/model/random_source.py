@@ -112,9 +112,11 @@ def fill_repeated(target: Tensor, pool: Tensor, offset: int) -> None:
 class RandomSource(CheckpointSource):
     """A `WeightSource` of random tensors, in the forms of a checkpoint's (see CheckpointSource)."""
 
-    def __init__(self, config: ModelConfig, *, seed: int, form: str, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, *, seed: int, form: str, device: torch.device, invariant: bool = False
+    ) -> None:
         reader = cast(CheckpointReader, RandomReader(config, seed, device))
-        super().__init__(reader, form, device, tqdm(disable=True))
+        super().__init__(reader, form, device, tqdm(disable=True), invariant=invariant)
 
 
 def random_model(
@@ -125,14 +127,15 @@ def random_model(
     dtype: str = "float32",
     weights: str = "auto",
     drafts: bool = False,
+    invariant: bool = False,
 ) -> DeepseekV41:
     """The model that `load_model` would load from the directory that `make-checkpoint` would write. Raises ConfigError
     if no synthetic tokenizer fits the config."""
-    numerics = Numerics.named(dtype)
+    numerics = Numerics.named(dtype, invariant=invariant)
     if weights == "auto":
         twins = select.cpu_twins(device, numerics.dtype)
         weights = "packed" if twins else "gpu" if select.gpu_twins(device, numerics.dtype) else "wide"
-    source = RandomSource(config, seed=seed, form=weights, device=device)
+    source = RandomSource(config, seed=seed, form=weights, device=device, invariant=invariant)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "tokenizer.json"
         tokenizer.write_text(json.dumps(build_tokenizer(config), ensure_ascii=False), encoding="utf-8")

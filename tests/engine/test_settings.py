@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -11,19 +12,24 @@ import torch
 
 from deepinfer import LLM
 from deepinfer.cache.formats import block_bytes
+from deepinfer.config import EngineConfig
 from deepinfer.engine.arguments import Arguments, EngineArguments
-from deepinfer.engine.build import engine_config
+from deepinfer.engine.build import build_core, engine_config, load
 from deepinfer.engine.drafting import describe_drafting, draft_length
 from deepinfer.engine.invariance import operators_problem
 from deepinfer.engine.model_core import ModelCore
 from deepinfer.engine.settings import Settings, resolve_settings
 from deepinfer.env import EnvironmentVariableError
 from deepinfer.kernels import select
+from deepinfer.model import load_model
+from deepinfer.model.config import ModelConfig
 from deepinfer.model.presets import preset
+from deepinfer.model.random_checkpoint import write_random_checkpoint
 
 CPU = {"DEEPINFER_ACCELERATOR": "cpu"}
 DRAFTING = preset("tiny", drafts=True)  # blocks of 5
 PLAIN = preset("tiny")
+NANO = ModelConfig.from_dir(Path(__file__).parents[2] / "models" / "nano")
 TWIN_KERNELS = select.cpu_twins(torch.device("cpu"), torch.float32)
 needs_kernels = pytest.mark.skipif(not TWIN_KERNELS, reason="without a C++ compiler nothing is batch invariant")
 
@@ -152,8 +158,74 @@ def test_batch_invariance_without_invariant_operators_is_refused_with_the_neares
         pytest.raises(ValueError, match=r"kernels are missing .*; use batch_invariant=False"),
     ):
         resolved(batch_invariant=True)
-    problem = operators_problem(torch.device("cuda"), "bfloat16")
-    assert problem is not None and "on cuda" in problem
+    with select.interpreted_gpu():  # on a GPU with kernels, float32 is plain PyTorch all the same
+        problem = operators_problem(torch.device("cpu"), "bfloat16")
+        assert problem is None
+        monkeypatch.setattr(select, "cpu_twins", lambda device, dtype: False)
+        monkeypatch.setattr("deepinfer.kernels.select.backends.gpu_problem", lambda device: None)
+        problem = operators_problem(torch.device("cuda"), "float32")
+    assert problem is not None and "in float32 on cuda run in plain PyTorch" in problem
+    assert "use dtype='bfloat16'" in problem
+
+
+def test_batch_invariance_on_a_gpu_is_had_in_bfloat16_with_packed_records() -> None:
+    """Tried with the GPU kernels' interpreter in the place of a GPU."""
+    with select.interpreted_gpu():
+        settings = resolved(batch_invariant=True, dtype="bfloat16", max_model_len=256, max_num_seqs=4)
+        assert settings.kv_format == "hopper"
+        config = engine_config(settings, NANO)
+        assert config.batch_invariant
+        assert "batch invariant: a request gives the same bits alone" in settings.describe(Path("nano"), NANO, config)
+        plain = replace(settings, batch_invariant=False)
+        told = plain.describe(Path("nano"), NANO, engine_config(plain, NANO))
+        assert "not batch invariant: bits of a request may depend on its company" in told
+        with pytest.raises(
+            ValueError, match=r"^batch_invariant: the GPU kernels do not read bfloat16 records; use kv_"
+        ):
+            resolved(batch_invariant=True, dtype="bfloat16", kv_format="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"hc_mult": 2},
+        {"hidden_size": 192},
+        {"head_dim": 192},
+        {"num_attention_heads": 4},
+        {"num_attention_heads": 128},
+    ],
+)
+def test_batch_invariance_on_a_gpu_is_refused_where_a_models_sizes_leave_operators_to_plain_pytorch(odd) -> None:
+    with select.interpreted_gpu():
+        settings = resolved(batch_invariant=True, dtype="bfloat16", max_model_len=256, max_num_seqs=4)
+        with pytest.raises(ValueError, match=rf"^batch_invariant: the model has .*{next(iter(odd))} = .*plain PyTorch"):
+            engine_config(settings, replace(NANO, **odd))
+
+
+def test_a_cache_of_experts_is_for_the_gpu_kernels_and_said_where_there_are_none(tmp_path) -> None:
+    settings = resolved(expert_cache="somewhere")
+    assert settings.expert_cache is None
+    assert "expert_cache without effect: no GPU kernels read what it would hold" in settings.notes
+    for wrong in ("", 3, tmp_path):
+        with pytest.raises(ValueError, match=r"^expert_cache: must be the name of a directory"):
+            resolved(expert_cache=wrong)
+    write_random_checkpoint(tmp_path / "one", preset("tiny", layers=1, experts=3))
+    with select.interpreted_gpu():
+        sizes = {"max_model_len": 256, "max_num_seqs": 2, "nextn": 0}
+        settings = resolved(expert_cache=str(tmp_path / "kept"), dtype="bfloat16", **sizes)
+        model, config = load(tmp_path / "one", settings)
+        assert [file.name for file in tmp_path.glob("kept/*/*")] == ["layers.0.ffn.experts"]
+        assert f"order kept in {tmp_path / 'kept'}" in settings.describe(tmp_path / "one", model.config, config)
+
+
+def test_a_model_that_was_loaded_without_batch_invariance_is_refused_with_it(tmp_path) -> None:
+    write_random_checkpoint(tmp_path / "one", preset("tiny", layers=1, experts=3))
+    with select.interpreted_gpu():
+        model = load_model(tmp_path / "one", dtype="bfloat16")
+        sizes = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 64, "num_blocks": 4}
+        config = EngineConfig(**sizes, batch_invariant=True)
+        with pytest.raises(ValueError, match=r"^batch_invariant: the model was loaded without it; .*invariant=True"):
+            build_core(tmp_path / "one", model, config)
 
 
 @needs_kernels

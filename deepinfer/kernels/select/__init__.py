@@ -53,6 +53,8 @@ from deepinfer.kernels.select.projections import (
     window_latents,
 )
 from deepinfer.kernels.select.shapes import (
+    attends,
+    mixes,
     rounds_records,
     shuffles_experts,
     splits_heads,
@@ -69,12 +71,14 @@ from deepinfer.kernels.select.streams import (
 )
 from deepinfer.kernels.select.tokens import (
     constrain_rows,
+    log_probabilities,
     markov_chain,
 )
 
 __all__ = [
     "PagedKeys",
     "apply_rope",
+    "attends",
     "block_rows",
     "candidate_mask",
     "choose_entries",
@@ -97,7 +101,9 @@ __all__ = [
     "in_split_order",
     "index_scores",
     "interpreted_gpu",
+    "log_probabilities",
     "markov_chain",
+    "mixes",
     "moe",
     "ngram_rows",
     "pages_keys",

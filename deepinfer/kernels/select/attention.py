@@ -23,12 +23,16 @@ def sparse_attention(
     scale: float,
     *,
     split: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
-    """split: q holds the even dims of a head before its odd ones (`in_split_order`), and so does what comes back."""
+    """split: q holds the even dims of a head before its odd ones (`in_split_order`), and so does what comes back.
+    invariant: on a GPU, too, a row's bits do not depend on the number of rows."""
     if split:
         ops = gpu()
         if gpu_fast(q) and ops.serves_attention(q, window_pool, kv_pool):
-            return ops.sparse_attention(q, window_pool, window_indices, kv_pool, kv_indices, sink, scale)
+            return ops.sparse_attention(
+                q, window_pool, window_indices, kv_pool, kv_indices, sink, scale, invariant=invariant
+            )
         halves = q.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)  # back to pairs of neighbours
         out = attention.sparse_attention(halves, window_pool, window_indices, kv_pool, kv_indices, sink, scale)
         return out.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -37,12 +41,19 @@ def sparse_attention(
     return run(q, window_pool, window_indices, kv_pool, kv_indices, sink, scale)
 
 
-def index_scores(queries: Tensor, pool: Tensor, key_rows: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
+def index_scores(
+    queries: Tensor, pool: Tensor, key_rows: Tensor, weights: Tensor, visible: Tensor, *, invariant: bool = False
+) -> Tensor:
     """queries [B, T, H, D], pool [rows, D] (or packed keys), key_rows int64 [B, M], weights [B, T, H], visible int64
-    [B, T] -> float32 [B, T, M], -inf where not visible."""
+    [B, T] -> float32 [B, T, M], -inf where not visible. invariant: on a GPU, too, a score's bits do not depend on what
+    else is asked."""
     if cpu_fast(queries):
         return cpu.index_scores(queries, pool, key_rows, weights, visible)
-    scores = indexer.index_scores(queries, records.key_values(pool[key_rows]), weights)
+    keys = records.key_values(pool[key_rows])
+    if invariant and gpu_fast(queries):
+        scores = gpu().index_scores(queries, keys, weights)
+    else:
+        scores = indexer.index_scores(queries, keys, weights)
     hidden = torch.arange(key_rows.shape[1], device=visible.device) >= visible.unsqueeze(-1)
     return scores.masked_fill(hidden, float("-inf"))
 

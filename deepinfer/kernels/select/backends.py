@@ -49,6 +49,8 @@ def gpu_problem(device: torch.device) -> str | None:
     """Why the GPU kernels do not run on a device, None if they do."""
     if device.type != "cuda":
         return f"they are made for CUDA devices, not for {device.type}"
+    if not torch.cuda.is_available():
+        return "PyTorch finds no CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         return f"they are made for Hopper (compute capability 9.0), not for {major}.{minor}"

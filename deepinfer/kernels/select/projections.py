@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.cpu import ops as cpu
@@ -26,14 +25,14 @@ def project(x: Tensor, weight: Weight, *, rounded: bool) -> Tensor:
         if rounded and isinstance(weight, FoldedWeight):
             return gpu().linear_folded(x, weight)
         if not rounded and is_bfloat16(weight):
-            return F.linear(x, weight.values)  # the sum in float32, rounded once
+            return gpu().linear_rounded(x, weight)
     return (quantized_linear if rounded else linear)(x, weight.dense())
 
 
 def project_wide(x: Tensor, weight: Weight) -> Tensor:
     """x [N, K], not rounded, times weight [M, K]^T in float32 whatever x is -> float32 [N, M]."""
     if gpu_fast(x) and is_bfloat16(weight):
-        return gpu().linear_wide(x, weight.values)
+        return gpu().linear_wide(x, weight)
     return project(x.float(), weight, rounded=False)
 
 

@@ -27,6 +27,16 @@ def shuffles_experts(width: int) -> bool:
     return width % EXPERT_MULTIPLE == 0
 
 
+def attends(heads: int, head_dim: int) -> bool:
+    """Whether the kernel of attention takes so many heads of this size (`triton/attention.py`)."""
+    return heads in (8, 16, 32, 64) and head_dim in (128, 256, 512)
+
+
+def mixes(copies: int, width: int) -> bool:
+    """Whether the kernels of the hyper-connections take a stream of these (`triton/hyper.py`)."""
+    return copies == 4 and width % 64 == 0
+
+
 def rounds_records(head_dim: int) -> bool:
     """Whether kernels round and pack latents of `head_dim` values (`triton/records.py`)."""
     return head_dim >= FP8_GROUP and _power_of_two(head_dim)

@@ -31,6 +31,15 @@ def markov_chain(
     return markov.markov_chain(anchors, embed, head.dense(), logits)
 
 
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """logits float32 [N, V], raw, ids int64 [N, n] -> float32 [N, n]: natural logs of the ids' probabilities. GPU: by
+    the kernel that draws in rounds, so that they are the same bits."""
+    if not gpu_twins(logits.device, torch.bfloat16):
+        return torch.log_softmax(logits, dim=-1).gather(-1, ids)
+    best = gpu().sample(logits)  # whose own is -log of the sum, measured from the largest logit
+    return logits.gather(-1, ids) - logits.gather(-1, best.token_ids[:, None]) + best.logprobs[:, None]
+
+
 def constrain_rows(logits: Tensor, raw: Tensor, rows: Tensor, allowed: Tensor) -> None:
     """`rows` int64 [n] of logits float32 [N, V] in place: -inf where a bit of allowed int32 [n, (V + 31) // 32] is not
     set. raw float32 [N, V]: what a row takes of which nothing would be left."""

@@ -70,6 +70,7 @@ def attention_unpacked(
         raise ValueError(f"queries {q.dtype} {tuple(q.shape)} over these keys are not served (see `serves_unpacked`)")
     if keys is None or indices is None:
         keys, indices = window_keys, window_indices[:, :0]
+    indices = indices.to(window_indices.dtype)  # one loop reads both lists
     rows, heads, size = q.shape
     q, out = q.contiguous(), torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     window_tiles = triton.cdiv(window_indices.shape[1], KEYS)
