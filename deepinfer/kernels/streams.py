@@ -78,6 +78,6 @@ def page_lock(tensor: Tensor) -> Callable[[], Any]:
     code = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
     if code:
         raise RuntimeError(
-            f"{tensor.nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {code}; see ulimit -l)"
+            f"{tensor.nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {code}; ulimit -l)"
         )
     return lambda: runtime.cudaHostUnregister(address)
