@@ -159,28 +159,33 @@ def output_case(m: int, kept: bool = False) -> KernelCase:
 
 
 def norms_case(m: int) -> KernelCase:
-    """The four parts of the merged projection of a decode step, added and normed."""
-    splits, width = 4, RANK + HEAD_DIM
+    """The merged projection of a decode step, in four parts where it comes so, added and normed."""
+    width = RANK + HEAD_DIM
+    splits = 1 if dense.whole(m, width) else 4
 
     def make(device: torch.device) -> Prepared:
         parts, turn = torch.randn(splits, m, width, device=device), angles(m, device)
+        given = parts if splits > 1 else parts[0].to(torch.bfloat16)
         q_norm, kv_norm = torch.randn(RANK, device=device), torch.randn(HEAD_DIM, device=device)
 
         def check() -> float:
-            latent, _, window = norm.query_norms(parts, q_norm, kv_norm, 1e-20, *turn)
-            merged = (((parts[0] + parts[1]) + parts[2]) + parts[3]).to(torch.bfloat16)
+            latent, _, window = norm.query_norms(given, q_norm, kv_norm, 1e-20, *turn)
+            merged = parts[0]
+            for part in parts[1:]:
+                merged = merged + part
+            merged = merged.to(torch.bfloat16)
             expected = reference_norm.rms_norm(merged[:, :RANK], q_norm, 1e-20)
             turned = apply_rope(reference_norm.rms_norm(merged[:, RANK:], kv_norm, 1e-20), *turn)
             return max(error(latent, expected), error(window, turned))
 
-        return Prepared(lambda copy: norm.query_norms(parts, q_norm, kv_norm, 1e-20, *turn), 1, check, 1e-4)
+        return Prepared(lambda copy: norm.query_norms(given, q_norm, kv_norm, 1e-20, *turn), 1, check, 1e-4)
 
     return KernelCase(
         name=f"norms, Q8 and rotation behind wq_a and wkv, {m} rows",
         area="dense",
         shape={"m": m, "splits": splits, "k": width},
         make=make,
-        bytes=m * (4 * splits * width + 3 * RANK + 2 * HEAD_DIM),
+        bytes=m * ((4 * splits if splits > 1 else 2) * width + 3 * RANK + 2 * HEAD_DIM),
     )
 
 

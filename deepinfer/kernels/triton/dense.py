@@ -4,7 +4,8 @@ Decode: weights are the M side of the tensor core's tile, tokens the N side, so 
 are too small to fill the chip are cut along K, and whoever reads the product adds its parts in their order. Hopper
 adds FP8 products in a short accumulator: a fresh one every 128 or 256 values of K, added in float32, leaves the
 rounding of the result as the only error to speak of. Where K is cut depends on the weight alone, so a row's bits do not
-depend on the number of rows. Prefill: the library's row-wise product, whose order of additions is its own.
+depend on the number of rows. Some hundred rows, as of a verify step: `dense_wide.py`, with the same bits. Prefill: the
+library's row-wise product, whose order of additions is its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.triton.dense_wide import choose_wide, serves, wide_product
 from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import Fp8Rows, to_type
 from deepinfer.kernels.triton.rope import rope_split_
@@ -45,9 +47,22 @@ def choose_tile(rows: int, outputs: int, width: int) -> Tile:
     return Tile(64, tokens, 256, 4 if width >= 4096 else 1, 4 if rows <= 64 else 3, 4)
 
 
-def library_rows(outputs: int) -> int:
-    """From so many rows on the library's product of a weight is the faster one."""
-    return 96 if outputs >= 128 * NUM_SMS else 129
+def library_rows(outputs: int, width: int) -> int:
+    """From so many rows on the library's product of a weight is the faster one: Engram's wkv, 256 rows: 82 us against
+    86; wo_b, 512 rows: 47 against 38."""
+    return 193 if outputs >= 128 * NUM_SMS and width >= 4096 else 513
+
+
+def wide_rows(outputs: int) -> int:
+    """From so many rows on `dense_wide` is faster than the tiles of decode; later where those all run at once (index
+    wq_b, 128 rows: 5.0 us against 6.0)."""
+    return 65 if 2 * outputs > 64 * NUM_SMS else 129
+
+
+def whole(rows: int, outputs: int) -> bool:
+    """Whether `dense_wide` multiplies all of K at once although decode cuts it: where that gives half of the processors
+    a tile. wq_a and wkv with the norms behind them, 384 rows: 15.0 us against 17.7; 256 rows: 14.5 against 13.8."""
+    return 2 * triton.cdiv(rows, 128) * triton.cdiv(outputs, 64) >= NUM_SMS
 
 
 @triton.jit
@@ -182,7 +197,7 @@ def _product(
 
 
 def _library(rows: Fp8Rows, codes: Tensor, invariant: bool) -> bool:
-    return rows.codes.is_cuda and len(rows.codes) >= library_rows(len(codes)) and not invariant
+    return rows.codes.is_cuda and len(rows.codes) >= library_rows(*codes.shape) and not invariant
 
 
 def _library_product(rows: Fp8Rows, codes: Tensor, factors: Tensor) -> Tensor:
@@ -190,10 +205,23 @@ def _library_product(rows: Fp8Rows, codes: Tensor, factors: Tensor) -> Tensor:
     return torch._scaled_mm(rows.codes, codes.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
+def _own_product(
+    rows: Fp8Rows, codes: Tensor, factors: Tensor, invariant: bool, turn: tuple[Tensor, Tensor, int] | None = None
+) -> Tensor:
+    """`_product` by whatever is fastest for so many rows. Only a weight that decode cuts has other bits for many."""
+    count, tile = len(rows.codes), choose_tile(len(rows.codes), *codes.shape)
+    if count < wide_rows(len(codes)) or not serves(rows, codes) or (turn is not None and turn[2] % 128):
+        return _product(rows, codes, factors, tile, turn=turn)
+    splits = 1 if whole(count, len(codes)) and not invariant else tile.splits
+    wide = choose_wide(count, len(codes), splits, halves=turn is not None)
+    return wide_product(rows, codes, factors, wide, depth=tile.depth, splits=splits, turn=turn)
+
+
 def fp8_linear(rows: Fp8Rows, codes: Tensor, factors: Tensor, *, invariant: bool = False) -> Tensor:
     """Rows [M, K] times a weight of e4m3 codes [N, K] and factors float32 [N] (`quantize.fold_fp8`) -> bf16 [M, N].
 
-    invariant: a row's bits do not depend on M (otherwise they change once, at `library_rows`).
+    invariant: a row's bits do not depend on M (otherwise they change at `library_rows`, and where `whole` begins for a
+    weight that decode cuts along K).
     """
     out = split_sums(rows, codes, factors, invariant=invariant)
     return add_parts(out) if out.dim() == 3 else out
@@ -204,7 +232,7 @@ def split_sums(rows: Fp8Rows, codes: Tensor, factors: Tensor, *, invariant: bool
     K, else its bf16 [M, N]."""
     if _library(rows, codes, invariant):
         return _library_product(rows, codes, factors)
-    return _product(rows, codes, factors, choose_tile(len(rows.codes), *codes.shape))
+    return _own_product(rows, codes, factors, invariant)
 
 
 def fp8_queries(
@@ -216,4 +244,4 @@ def fp8_queries(
     tile = choose_tile(len(rows.codes), *codes.shape)
     if _library(rows, codes, invariant) or tile.splits > 1 or head_dim % tile.outputs:
         return rope_split_(fp8_linear(rows, codes, factors, invariant=invariant).view(shape), cos, sin)
-    return _product(rows, codes, factors, tile, turn=(cos, sin, head_dim)).view(shape)
+    return _own_product(rows, codes, factors, invariant, (cos, sin, head_dim)).view(shape)

@@ -19,7 +19,7 @@ WEIGHTS = {
     "shared_w2": (5120, 2304),
     "engram_wkv": (25600, 6144),
 }
-DECODE = (1, 64, 384)
+ROWS = (1, 64, 384, 512)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -58,10 +58,15 @@ def norms(splits: int) -> None:
 
 
 PRODUCTS: dict[str, Callable[[], None]] = {
-    **{f"{name} {count}": product(name, count) for name in WEIGHTS for count in DECODE},
-    **{f"queries {count}": lambda count=count: queries(count) for count in DECODE},  # type: ignore[misc]
-    **{f"grouped output {count}": lambda count=count: output(count) for count in DECODE},  # type: ignore[misc]
+    **{f"{name} {count}": product(name, count) for name in WEIGHTS for count in ROWS},
+    **{f"queries {count}": lambda count=count: queries(count) for count in ROWS},  # type: ignore[misc]
+    **{f"grouped output {count}": lambda count=count: output(count) for count in ROWS[:3]},  # type: ignore[misc]
     "parts of wq_a_wkv": lambda: (dense.split_sums(rows(64, 5120), *weight(1792, 5120)), None)[1],
+    "parts of wq_a_wkv, 256": lambda: (dense.split_sums(rows(256, 5120), *weight(1792, 5120)), None)[1],
+    "parts of wq_a_wkv, 384": lambda: (
+        dense.split_sums(rows(384, 5120), *weight(1792, 5120), invariant=True),
+        None,
+    )[1],
 }
 CASES: dict[str, Callable[[], None]] = {
     **PRODUCTS,

@@ -13,8 +13,9 @@ from twins import DEVICE, relative_error
 
 from deepinfer.kernels.reference import quant
 from deepinfer.kernels.reference.rope import apply_rope, rope_angles, rope_frequencies
-from deepinfer.kernels.triton import dense, grouped_output, norm
+from deepinfer.kernels.triton import dense, dense_wide, grouped_output, norm
 from deepinfer.kernels.triton.dense import Tile
+from deepinfer.kernels.triton.dense_wide import WideTile
 from deepinfer.kernels.triton.quantize import Fp8Rows, fold_fp8, fold_groups
 from deepinfer.kernels.triton.rope import split_order
 
@@ -55,6 +56,7 @@ def some_angles(rows: int, dim: int) -> tuple[Tensor, Tensor]:
 
 SMALL = [(1, 64, 128), (5, 96, 160), (17, 40, 320), (33, 130, 64)]
 LARGE = [(1, 1792, 5120), (8, 32768, 1280), (37, 5120, 8192), (130, 4608, 5120), (384, 5120, 2304), (700, 4096, 1280)]
+LARGE += [(100, 5120, 8192), (200, 4424, 1296), (333, 1864, 5136), (500, 4608, 5120), (192, 25600, 6144)]  # wide tiles
 
 
 @pytest.mark.parametrize("shape", LARGE if ON_GPU else SMALL)
@@ -91,9 +93,38 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(splits: int) -> None:
 def test_bits_do_not_depend_on_the_number_of_rows(outputs: int, width: int) -> None:
     rows, weight = some_rows(600, width), some_weight(outputs, width)
     whole = dense.fp8_linear(rows, *weight, invariant=True)
-    for count in (1, 8, 33, 128, 384):
+    for count in (1, 8, 33, 65, 100, 128, 192, 256, 384, 512):
         part = dense.fp8_linear(Fp8Rows(rows.codes[:count], rows.scale[:count]), *weight, invariant=True)
         assert torch.equal(part, whole[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="Gluon is not interpreted")
+@pytest.mark.parametrize("tile", dense_wide.TILES)
+@pytest.mark.parametrize(("outputs", "width", "depth", "splits"), [(1792, 5120, 256, 4), (4424, 1296, 128, 1)])
+def test_wide_tiles_give_the_bits_of_decode(tile: WideTile, outputs: int, width: int, depth: int, splits: int) -> None:
+    rows, weight = some_rows(333, width), some_weight(outputs, width)
+    expected = dense._product(rows, *weight, Tile(64, 64, depth, splits, 3, 4))
+    for _ in range(5):
+        poison = torch.full_like(expected, float("nan"))
+        del poison  # what is allocated next stands where it stood
+        out = dense_wide.wide_product(rows, *weight, tile, depth=depth, splits=splits)
+        assert torch.equal(out, expected)
+    few = dense_wide.wide_product(Fp8Rows(rows.codes[:70], rows.scale[:70]), *weight, tile, depth=depth, splits=splits)
+    assert torch.equal(few, expected[..., :70, :])
+
+
+def test_tiles_for_some_hundred_rows_fill_the_processors() -> None:
+    # Rounds over 132 processors x 64 x 64 pieces of a tile, by hand: wo_b, 384 rows: 120 tiles of 4 in one round.
+    assert dense_wide.choose_wide(384, 5120, 1) == WideTile(2, 2)
+    assert dense_wide.choose_wide(128, 5120, 1) == WideTile(2, 1)  # 80 tiles of 2, not 40 of 4
+    assert dense_wide.choose_wide(512, 5120, 1) == WideTile(3, 2)  # 120 tiles of 6, not two rounds of 4
+    assert dense_wide.choose_wide(384, 32768, 1) == WideTile(3, 2)  # four rounds of 6 or six of 4
+    assert dense_wide.choose_wide(256, 32768, 1) == WideTile(2, 2)
+    assert dense_wide.choose_wide(384, 1792, 1, halves=True) == WideTile(2, 2)
+    assert dense.library_rows(25600, 6144) == 193 and dense.library_rows(32768, 1280) == 513
+    assert dense.whole(384, 1792) and not dense.whole(256, 1792) and not dense.whole(384, 512)
+    assert not dense_wide.serves(some_rows(2, 64), some_weight(32, 64)[0])  # smaller than a transfer
 
 
 def test_no_rows_give_no_rows() -> None:
@@ -117,7 +148,7 @@ def test_parts_of_a_cut_sum_and_the_norms_that_add_them() -> None:
     assert torch.equal(cut[1].codes.float(), one[1].codes.float()) and torch.equal(cut[1].scale, one[1].scale)
 
 
-@pytest.mark.parametrize("count", [5, 40] if not ON_GPU else [1, 40, 128, 384])
+@pytest.mark.parametrize("count", [5, 40] if not ON_GPU else [1, 40, 128, 192, 384, 512])
 def test_queries_leave_rotated_as_a_product_and_a_rotation_leave_them(count: int) -> None:
     heads, head_dim, width, dim = (64, 512, 1280, 64) if ON_GPU else (2, 64, 64, 32)
     rows, weight = some_rows(count, width), some_weight(heads * head_dim, width)
