@@ -1,9 +1,9 @@
 """From a step's logits to its tokens in a few launches: the laws of `engine/target.py` without the host.
 
-Two stages. Programs over pieces of the vocabulary find the largest logit, the sum of exponentials and, where noise
-decides, the best of logit / temperature + noise; one program a row puts the pieces together. Rows that drop tokens
-(min_p, top_k, top_p) go through `truncation.py` in between. A piece's size depends on the vocabulary alone, and no sum
-of floats depends on the order in which programs end: a row's token does not know its batch.
+Each row's logits are read once: by `noise.py` where every token is kept, else by `sampling_scan.py`, whose groups tell
+`truncation.py` what to read again where min_p, top_k or top_p drop tokens. `sampling_finish.py` puts a row's pieces
+together. A piece's size depends on the vocabulary alone, and no sum of floats depends on the order in which programs
+end: a row's token does not know its batch.
 
 What is equal to the plain path and what may not be: argmax, ties, masks, min_p, top_k and random words are equal, and a
 temperature divides with the same rounding all but always. Noise is right to a unit in the last place, and what top_p

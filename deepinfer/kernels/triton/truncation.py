@@ -3,12 +3,13 @@
 What a row keeps is a prefix of the order (logit descending, id ascending), so a smallest logit and, among its equals, a
 largest id say it all. Launches behind the scan, which has left each group's largest logit and weight:
 
-threshold    one program a row: a logit that is as good as surely below the border, from the groups alone;
-collect      lists the tokens above it, a few hundred of a peaked row, and sums the others for top_p: reads only groups
-             whose best is above;
+threshold    one program a row: a logit that is as good as surely below the border, from the groups alone, and the
+             groups whose best is above;
+collect      reads only those, lists their tokens above it, a few hundred of a peaked row, and sums others for top_p;
 settle       one program a row: whether the list holds the border, which of it stay, the best of logit / temperature +
              noise;
-cut          rows with more candidates than a list holds, and those whose threshold turned out to be too high.
+long         rows with more tokens than a list holds, or a threshold that was too high (truncation_long.py);
+cut          what is left over: such rows with both top_k and top_p, or thousands of equal logits at the border.
 
 Sums over a list are whole numbers of 2^-45, so they do not depend on its order; exponentials there are right to 1e-11.
 Those of the tokens outside are float32 (1e-7), at most 1 - top_p of the whole.

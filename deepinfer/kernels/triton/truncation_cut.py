@@ -1,4 +1,4 @@
-"""The draw of a row that drops tokens and has many candidates: the border by bisection over them, then the draw.
+"""The draw of a row for which nothing shorter is left: the border by bisection over all its logits, again and again.
 
 A row keeps the tokens with fewer than k better ones that together weigh less than top_p of the whole; both grow from
 token to token, so the last one kept is found in the space of keys, whatever the logits are, and among its equals in the

@@ -21,7 +21,7 @@ from deepinfer.kernels.philox import philox, uniforms_float32
 from deepinfer.kernels.random_streams import Stream, gumbel
 from deepinfer.kernels.reference.masks import constrain_rows
 from deepinfer.kernels.triton import truncation
-from deepinfer.kernels.triton.philox import gumbel_ids, gumbel_pairs, philox_words, unit_interval
+from deepinfer.kernels.triton.philox import gumbel_ids, gumbel_of, philox_words, unit_interval
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
 from deepinfer.kernels.triton.sampling import sample
 from deepinfer.kernels.triton.sampling_rows import RowLaws
@@ -193,9 +193,8 @@ def _streams(words, units, noise, noise_of_ids, ids, key, position, stream, slot
     tl.store(words + 3 * WIDTH + i, w3.to(tl.int64))
     tl.store(units + 2 * i, unit_interval(w0, w1))
     tl.store(units + 2 * i + 1, unit_interval(w2, w3))
-    even, odd = gumbel_pairs(i, at, stream, slot, low, high)
-    tl.store(noise + 2 * i, even)
-    tl.store(noise + 2 * i + 1, odd)
+    tl.store(noise + 2 * i, gumbel_of(unit_interval(w0, w1)))
+    tl.store(noise + 2 * i + 1, gumbel_of(unit_interval(w2, w3)))
     tl.store(noise_of_ids + i, gumbel_ids(tl.load(ids + i), at, stream, slot, low, high))
 
 
