@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
     def go_on(self, pick, more, most) -> None:
         """A conversation whose last answer is in the cache."""
         prompt = self.said[pick % len(self.said)] + list(text(30)[:more])
-        if len(prompt) + most <= CONFIG.max_model_len:
+        if len(prompt) + most <= CONFIG.max_model_len and MODEL.config.image_token_id not in prompt:
             self.start(prompt, SamplingParams(temperature=0, max_tokens=most))
 
     @rule(steps=st.integers(1, 12))

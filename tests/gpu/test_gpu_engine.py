@@ -16,6 +16,7 @@ from nano_engine import GREEDY, NANO, SEEDED, NanoEngine, prompt_ids
 from deepinfer import LLM
 from deepinfer.engine.arguments import EngineArguments
 from deepinfer.engine.client import AsyncEngineClient
+from deepinfer.engine.loop import OverlappedLoop
 from deepinfer.engine.model_core import ModelCore
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.settings import resolve_settings
@@ -43,6 +44,22 @@ class TestRounds:
         assert nano.rounds_run - before == 2 * ran
         assert got == again
         assert got == plain
+
+    @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+    def test_rounds_in_flight_give_the_tokens_of_rounds_one_by_one(
+        self, nano: NanoEngine, params: SamplingParams
+    ) -> None:
+        core, before = nano.engine.core, nano.rounds_behind
+        one_by_one = nano.complete(params, prompt_ids())
+        assert nano.rounds_behind == before
+        plain, core.loop = core.loop, OverlappedLoop(nano.runner)
+        try:
+            in_flight = nano.complete(params, prompt_ids())
+        finally:
+            core.loop.close()
+            core.loop = plain
+        assert nano.rounds_behind - before >= 4
+        assert in_flight == one_by_one
 
 
 class TestBatchMates:
