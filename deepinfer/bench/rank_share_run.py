@@ -19,7 +19,8 @@ from deepinfer.kernels.timing import Occupation, Rates, allocated_bytes, measure
 ACCEPT_LENGTHS = (1.0, 2.5, 3.2)  # tokens of a step and sequence; and as many as may be
 PREFILLS = 3
 WARM_STEPS = 5
-TRACED_STEPS = 8  # one behind the other: the device goes from step to step as in the engine
+FIRST_STEPS = 2  # of a trace, left out
+TRACED_STEPS = 8  # behind them: the device goes from step to step as in the engine
 ALONE = 5  # runs of a part by itself
 KERNELS_TOLD = 25
 
@@ -82,7 +83,8 @@ def decode(rank: Rank, rates: Rates, tell: Any = print) -> dict[str, Any]:
     load = Load(share.sequences, 1 + share.nextn, share.context, 1 + share.nextn, 1 + share.nextn, share.nextn)
     parts = floor_by_part(step_parts(rank.config, load), rates)
     floor = sum(part["ms"] for part in parts.values())
-    traced = occupation(lambda: list(rank.decode_steps(TRACED_STEPS)), device)
+    traced_steps = FIRST_STEPS + TRACED_STEPS
+    traced = occupation(lambda: list(rank.decode_steps(traced_steps)), device, skip=FIRST_STEPS / traced_steps)
     forward = forward_alone(rank, floor - parts.get("drafts", {"ms": 0.0})["ms"], tell)
     rank.close_sequences()
     result: dict[str, Any] = {

@@ -132,8 +132,7 @@ class ModelRunner(Runner):
             max_num_seqs, vocab_size, eos_token_ids=eos_token_ids, device=model.device, filler=filler
         )
         # What an earlier owner of a slot left behind its own last token stays: no plan reads a position before the
-        # step that writes it.
-        # With drafts a sequence that has ended still draws and drafts once, behind the longest one's end.
+        # step that writes it. With drafts a sequence that has ended still draws and drafts, behind the longest's end.
         width = max_model_len + (VERIFY_ROWS if drafter else 0)
         self.tokens = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
         self.speculator: Speculator | None = None

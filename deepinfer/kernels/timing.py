@@ -126,8 +126,9 @@ class Occupation:
         return 1.0 - self.busy_s / self.span_s if self.span_s else 0.0
 
 
-def occupation(run: Callable[[], object], device: torch.device) -> Occupation | None:
-    """Traces `run` with torch's profiler. None where there is no device to trace."""
+def occupation(run: Callable[[], object], device: torch.device, skip: float = 0.0) -> Occupation | None:
+    """Traces `run` with torch's profiler. None where there is no device to trace. skip: share of the launches, the
+    first ones, that is left out: a device that comes from idleness waits longer than one that is at it."""
     if device.type != "cuda":
         return None
     synchronize(device)
@@ -135,7 +136,8 @@ def occupation(run: Callable[[], object], device: torch.device) -> Occupation | 
     with torch.profiler.profile(activities=activities) as trace:
         run()
         synchronize(device)
-    return occupied([_interval(event) for event in trace.events() if _is_kernel(event)])
+    intervals = sorted((_interval(event) for event in trace.events() if _is_kernel(event)), key=lambda one: one[1])
+    return occupied(intervals[round(skip * len(intervals)) :])
 
 
 def _is_kernel(event: Any) -> bool:
