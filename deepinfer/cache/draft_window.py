@@ -41,6 +41,10 @@ class DraftWindow:
         self.positions = torch.from_numpy((lengths[:, None] + np.arange(block)).ravel()).to(device)
         self.indices = seen.repeat_interleave(block, dim=0)
 
+    def places(self, layer: int, count: int) -> Tensor | None:
+        """As `RowsView.window_places`."""
+        return self._rings.places(layer, count) if self.rounds.latents else None
+
     def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Show the block's entries kv [R * block, D] of a draft layer to its attention -> the pool, `indices`."""
         return self._rings.stage(layer, kv), self.indices
@@ -57,6 +61,9 @@ class PaddedDraftWindow:
         self.positions = (lengths[:, None] + torch.arange(block, device=device)).flatten()
         seen = torch.cat((context, own), 1)  # [R, W + block]
         self.indices = seen.unsqueeze(1).expand(-1, block, -1).flatten(0, 1)
+
+    def places(self, layer: int, count: int) -> Tensor | None:
+        return self._rings.places(layer, count) if self.rounds.latents else None
 
     def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         return self._rings.stage(layer, kv), self.indices

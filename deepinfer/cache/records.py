@@ -81,16 +81,22 @@ class WindowRings:
             self.backbone_layers, 2 * max_num_seqs * self.window if replicas else 0, width
         )
 
-    def stage(self, layer: int, kv: Tensor) -> Tensor:
-        """Put kv [N, D] behind the rings of a layer, growing the area when N is larger than ever. -> its pool."""
-        need = self.staging + kv.shape[0]
+    def places(self, layer: int, count: int) -> Tensor:
+        """Where `count` rows of a step are staged, [count, width], growing the area when they are more than ever."""
+        need = self.staging + count
         if self.pool.shape[1] < need:
             layers, rows, width = self.pool.shape
             with torch.inference_mode(False):  # edits write it outside of a step, too
                 grown = self.pool.new_zeros(layers, max(need, rows + (rows - self.staging) // 2), width)
                 grown[:, : self.staging] = self.pool[:, : self.staging]
             self.pool = grown
-        select.put_windows(self.pool[layer, self.staging : need], kv, self.format.encode)
+        return self.pool[layer, self.staging : need]
+
+    def stage(self, layer: int, kv: Tensor) -> Tensor:
+        """Put kv [N, D] behind the rings of a layer -> its pool. Or kv is what `places` gave, uint8: then the records
+        are there."""
+        if kv.dtype != torch.uint8:
+            select.put_windows(self.places(layer, len(kv)), kv, self.format.encode)
         return self.pool[layer]
 
     def ring_of(self, slot: int) -> slice:

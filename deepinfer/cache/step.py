@@ -194,6 +194,16 @@ class StepView(RowsView):
     def _written_entries(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._entry_plan(layer)[1:]
 
+    def seen_entries(self, layer: int, most: int) -> tuple[Tensor, Tensor | None] | None:
+        batch, records = self.batch, self._store.records[layer]
+        chunks, each = len(batch.starts), self.most_visible(layer)
+        if not 0 < chunks * each <= most:
+            return None
+        slots = batch.to_device(batch.chunk_slots)
+        rows = select.block_rows(self._store.tables, slots, each, records.per_block)  # [chunks, each]
+        firsts = batch.to_device(batch.per_row(np.arange(chunks) * each)).unsqueeze(1) if chunks > 1 else None
+        return rows.flatten(), firsts
+
     def _num_chunks(self) -> int:
         return len(self.batch.starts)
 

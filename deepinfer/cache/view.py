@@ -56,9 +56,14 @@ class RowsView(ABC):
     def _window_rows(self) -> Tensor:
         """Rows of positions max(window_floor, p - W + 1) .. p, oldest first, then -1: int64 [N, W]."""
 
+    def window_places(self, layer: int, count: int) -> Tensor | None:
+        """Where the window records of this step's rows go, uint8 [count, width], for who packs them; None where they
+        have to be given to `stage_window`."""
+        return self._store.windows.places(layer, count) if self.rounds.latents else None
+
     def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Show this step's window entries [N, D] of a layer to its attention -> the pool, and the rows of it that each
-        row reads, int64 [N, W], -1 = none."""
+        """Show this step's window entries [N, D] of a layer, or the `window_places` that hold them, to its attention ->
+        the pool, and the rows of it that each row reads, int64 [N, W], -1 = none."""
         return self._store.windows.stage(layer, kv), self._window_rows()
 
     # -- compressed entries ---------------------------------------------------------------------------------------
@@ -95,6 +100,12 @@ class RowsView(ABC):
     def entry_rows(self, layer: int, entries: Tensor) -> Tensor:
         """Entries int64 [N, K] of each row's own sequence (-1 = none) -> rows of kv_pool, int64 [N, K]."""
         return select.entry_rows(self._store.tables, self.batch.slots, entries, self._store.records[layer].per_block)
+
+    def seen_entries(self, layer: int, most: int) -> tuple[Tensor, Tensor | None] | None:
+        """Pool rows of all entries that rows of this step may see, chunk by chunk, int64 [M], and the place of the
+        first entry of every row's chunk among them, int64 [N, 1] (None: 0). None where they are more than `most`, or
+        the host does not plan the step."""
+        return None
 
     def paged_keys(self, layer: int) -> select.PagedKeys:
         """Index keys of a source whose cache has them in pages."""

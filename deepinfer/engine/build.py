@@ -25,7 +25,7 @@ from deepinfer.engine.memory_plan import WorkingMemory, describe_memory, working
 from deepinfer.engine.profile import measure_costs, typical_seconds
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.settings import Settings, check_keep_tokens
-from deepinfer.engine.sizing import divide_memory, fit
+from deepinfer.engine.sizing import divide_memory, fit, keeps_wide_outputs
 from deepinfer.kernels import select
 from deepinfer.kernels.device import free_memory
 from deepinfer.kernels.select import step_threads
@@ -34,6 +34,7 @@ from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.digest import model_digest
 from deepinfer.model.draft_model import DraftModel
+from deepinfer.model.wide_outputs import keep_wide_outputs, kept_output_bytes, wide_output_bytes
 from deepinfer.speculation.calibration import Calibration
 from deepinfer.speculation.planner import DraftPlanner
 from deepinfer.speculation.propose import Drafter, DraftModelDrafter
@@ -56,7 +57,18 @@ def load(path: Path, settings: Settings, *, progress: bool = False) -> tuple[Dee
         expert_cache=settings.expert_cache,
         progress=progress,
     )
+    _keep_wide_outputs(settings, model, drafts)
     return model, engine_config(settings, model.config)
+
+
+def _keep_wide_outputs(settings: Settings, model: DeepseekV41, drafts: int) -> None:
+    """Where it is wished, or pays and there is room: before the cache is sized, which gets what is left."""
+    size = wide_output_bytes(model)
+    free, total = free_memory(settings.device)
+    left = int(total * settings.gpu_memory_utilization) - (total - free)
+    rows = settings.max_num_seqs * (1 + drafts)
+    if size and keeps_wide_outputs(wished=settings.wide_outputs, size=size, free=left, rows=rows):
+        keep_wide_outputs(model)
 
 
 def engine_config(settings: Settings, model: ModelConfig) -> EngineConfig:
@@ -195,7 +207,12 @@ def build_core(
     if model.device.type == "cuda":
         graphs = forward.capture(progress=progress)
         working = _working(config, model.config, config.drafts, config.graph_rows)
-        memory = (describe_memory(model.config, config, weights=used, graphs=graphs, working=working),)
+        wide = kept_output_bytes(model)
+        memory = (
+            describe_memory(
+                model.config, config, weights=used - wide, wide_outputs=wide, graphs=graphs, working=working
+            ),
+        )
     drafting = _drafting(path, model, forward, storage, manager, config, progress) if config.drafts else None
     ends = (model.config.eos_token_id,)
     grammars, filler = checkpoint_grammars(Path(path), model.config.vocab_size, model.config.eos_token_id)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from deepinfer.cache.formats import block_bytes, slot_bytes, staging_bytes
 from deepinfer.config import BLOCK_SIZE, EngineConfig
 from deepinfer.engine.graphs import COUNTS, sizes_for
+from deepinfer.kernels import select
 from deepinfer.model.config import ModelConfig
 
 SLACK = 1.5
@@ -45,6 +46,16 @@ def token_bytes(model: ModelConfig) -> int:
     return int(2 * (stream + max(attention, experts) + 4 * model.hidden_size) * SLACK)
 
 
+def unpacked_bytes(model: ModelConfig, *, tokens: int, sequences: int, drafts: int) -> int:
+    """Keys of one layer that a step of so many tokens unpacks to bfloat16 before its attention: of all windows, and of
+    as many entries as are unpacked at once."""
+    if tokens < select.UNPACKED_ROWS:
+        return 0
+    windows = (sequences + 1) * (model.sliding_window + 1 + drafts) + tokens
+    entries = select.MOST_UNPACKED if model.kv_source_layer_ids else 0
+    return 2 * model.head_dim * (windows + entries)
+
+
 def graph_memory(model: ModelConfig, *, rows: int, sequences: int, drafts: int) -> int:
     """Bytes of all graphs of up to `rows` rows for so many sequences and drafts of each, without their index scores.
 
@@ -73,15 +84,19 @@ def working_memory(
 
     drawing = LOGITS * sequences * (1 + drafts) * 4 * model.vocab_size
     graphs = graph_memory(model, rows=graph_rows, sequences=sequences, drafts=drafts) + scores(graph_rows)
-    return WorkingMemory(tokens * token_bytes(model), scores(tokens), drawing, graphs)
+    activations = tokens * token_bytes(model)
+    activations += unpacked_bytes(model, tokens=tokens, sequences=sequences, drafts=drafts)
+    return WorkingMemory(activations, scores(tokens), drawing, graphs)
 
 
 def describe_memory(
-    model: ModelConfig, config: EngineConfig, *, weights: int, graphs: int, working: WorkingMemory
+    model: ModelConfig, config: EngineConfig, *, weights: int, wide_outputs: int, graphs: int, working: WorkingMemory
 ) -> str:
-    """One line: what each part takes. weights, graphs: bytes as they were found."""
+    """One line: what each part takes. weights, graphs: bytes as they were found, wide_outputs: of the copies that are
+    kept beside the weights (`model/wide_outputs.py`)."""
     parts = {
         "weights": weights,
+        "wide output weights": wide_outputs,
         f"{config.num_blocks} blocks of {BLOCK_SIZE} tokens": config.num_blocks * block_bytes(model, config.kv_format),
         f"{config.max_num_seqs} sequences": config.max_num_seqs
         * slot_bytes(model, config.kv_format, config.drafts, replicas=config.window_entries > 0),

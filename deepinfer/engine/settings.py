@@ -47,6 +47,8 @@ class Settings:
     gpu_memory_utilization: float
     num_blocks: int | None
     """None = what fits."""
+    wide_outputs: bool | None
+    """None = where it pays and there is room."""
     expert_cache: str | None
     """Directory; None where nothing is kept there, also because no GPU kernels run."""
     kv_format: str
@@ -136,7 +138,7 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         raise ValueError("prefix_mode: how cached prefixes are used; to use none, say enable_prefix_caching=False")
     _check_word("prefix_mode", arguments.prefix_mode, tuple(mode for mode in PREFIX_MODES if mode != "off"))
     _check_word("queue_policy", arguments.queue_policy, QUEUE_POLICIES)
-    for name in ("overlap", "mtp_varlen", "batch_invariant"):
+    for name in ("overlap", "mtp_varlen", "batch_invariant", "wide_outputs"):
         if getattr(arguments, name) is not None:
             _check_switch(name, getattr(arguments, name))
     _check_switch("enable_prefix_caching", arguments.enable_prefix_caching)
@@ -180,6 +182,7 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         max_num_batched_tokens=max(DEFAULT_STEP_TOKENS[device.type], arguments.max_num_seqs) if most is None else most,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         num_blocks=arguments.num_blocks,
+        wide_outputs=False if batch_invariant else arguments.wide_outputs,
         expert_cache=arguments.expert_cache if select.gpu_twins(device, getattr(torch, dtype)) else None,
         kv_format=kv_format,
         prefix_caching=prefix_caching,
@@ -198,6 +201,7 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         logging_interval=environment.logging_interval_step,
         notes=(
             *_notes(arguments, environment, truncation),
+            *_wide_note(arguments, device, getattr(torch, dtype), batch_invariant),
             *_cache_note(arguments, device, getattr(torch, dtype)),
         ),
     )
@@ -213,6 +217,15 @@ def _notes(arguments: EngineArguments, environment: Environment, truncation: str
     if environment.unknown:
         notes.append(f"environment variables without a meaning: {', '.join(environment.unknown)}")
     return notes
+
+
+def _wide_note(
+    arguments: EngineArguments, device: torch.device, dtype: torch.dtype, batch_invariant: bool
+) -> list[str]:
+    if not arguments.wide_outputs or (select.gpu_twins(device, dtype) and not batch_invariant):
+        return []
+    reason = "batch_invariant reads the FP8 weights alone" if batch_invariant else "no GPU kernels read it"
+    return [f"wide_outputs without effect: {reason}"]
 
 
 def _cache_note(arguments: EngineArguments, device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -7,6 +7,8 @@ from deepinfer.config import BLOCK_SIZE, EngineConfig, blocks_for
 
 CPU_SHARE = 0.25  # of the machine's free memory: the rest is the user's, and other programs run beside us
 WINDOW_SHARE = 1 / 8  # of the cache's memory on a CPU: a window is small beside the blocks of the prefix it completes
+WIDE_SHARE = 1 / 16  # of what is left for the cache of a GPU, for weights that are kept twice
+WIDE_ROWS = 96  # from here on steps read them (`triton/grouped_output.py`)
 HOST_SHARE = 1 / 16  # of free host memory beside a GPU, for windows and for preempted sequences each
 
 
@@ -52,6 +54,15 @@ def divide_memory(
             f"take; use at most {max(0, limit - other):,}"
         )
     return CacheMemory(blocks, windows, offload)
+
+
+def keeps_wide_outputs(*, wished: bool | None, size: int, free: int, rows: int) -> bool:
+    """Whether a second copy of some weights, `size` bytes, is kept (EngineArguments.wide_outputs). free: bytes for the
+    cache once all else is loaded; rows: of the largest step of decoding. ValueError where it is wished and does not
+    fit."""
+    if wished and size > free:
+        raise ValueError(f"wide_outputs: {size:,} bytes do not fit into the {max(0, free):,} that are free; use False")
+    return wished if wished is not None else size > 0 and rows >= WIDE_ROWS and size <= free * WIDE_SHARE
 
 
 def fit(

@@ -16,6 +16,7 @@ from deepinfer.kernels.gpu_weights import FoldedWeight, GroupedWeight, ShuffledE
 from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
 from deepinfer.kernels.triton import (
     attention,
+    attention_prefill,
     compressor,
     dense,
     engram,
@@ -33,8 +34,8 @@ from deepinfer.kernels.triton import (
 )
 from deepinfer.kernels.triton.bf16_linear import bf16_linear
 from deepinfer.kernels.triton.index_scores_plain import plain_scores
-from deepinfer.kernels.triton.moe import mixture
-from deepinfer.kernels.triton.quantize import Fp8Rows, quantize_rows
+from deepinfer.kernels.triton.moe import routed_experts, shared_expert
+from deepinfer.kernels.triton.quantize import Fp8Rows, quantize_rows, rms_norm_quantize
 from deepinfer.kernels.weights import DenseWeight
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ markov_chain, sample = markov.markov_chain, sampling.sample
 engram_inject, ngram_rows, compress_pairs = engram.engram_inject, engram.ngram_rows, compressor.compress_pairs
 rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
 serves_attention, sparse_attention = attention.serves, attention.sparse_attention
+unpacks_heads, attention_unpacked = attention_prefill.unpacks_heads, attention_prefill.attention_unpacked
+unpack_window, unpack_compressed = attention_prefill.unpack_window, attention_prefill.unpack_compressed
 index_scores = plain_scores
 
 
@@ -67,6 +70,11 @@ def keep_quantized(x: Tensor, rows: Fp8Rows) -> Tensor:
     """x, which nobody may change from here on, with its `quantized`."""
     x.folded_rows = rows  # type: ignore[attr-defined]
     return x
+
+
+def rms_norm_multiplied(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of x [N, K], with its `quantized`."""
+    return keep_quantized(*rms_norm_quantize(x, weight, eps))
 
 
 _counted: dict[torch.device, Tensor] = {}
@@ -107,12 +115,14 @@ def linear_rounded(x: Tensor, weight: DenseWeight) -> Tensor:
     return bf16_linear(x, weight.values, torch.bfloat16) if weight.invariant else F.linear(x, weight.values)
 
 
-def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def query_and_window(
+    x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor, places: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `select.query_and_window`; queries in split order."""
     assert w.stacked is not None and isinstance(w.wq_b, SplitHeads)
     both, heads = w.stacked.whole, w.wq_b.folded
     merged = dense.split_sums(quantized(x), both.codes, both.factors, invariant=both.invariant)
-    latent, rows, window = norm.query_norms(merged, w.q_norm, w.kv_norm, w.eps, cos, sin)
+    latent, rows, window = norm.query_norms(merged, w.q_norm, w.kv_norm, w.eps, cos, sin, places)
     q = dense.fp8_queries(rows, heads.codes, heads.factors, cos, sin, w.head_dim, invariant=heads.invariant)
     return keep_quantized(latent, rows), q, window
 
@@ -123,26 +133,28 @@ def window_latents(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> Tens
     return rope.apply_rope(norm.rms_norm(linear_folded(x, w.wkv), w.kv_norm, w.eps), cos, sin)
 
 
-def grouped_heads(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tensor:
-    """o bf16 [N, heads, head_dim] in split order (may be overwritten): turned back and through wo_a -> bf16 [N, groups
-    * rank]."""
-    assert isinstance(w.wo_a, GroupedWeight)
-    weight = w.wo_a.folded
-    return grouped_output.grouped_output(
-        o, weight.codes, weight.factors, cos, sin, w.wo_a.groups, invariant=weight.invariant
+def project_heads(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `select.grouped_output`, o in split order."""
+    assert isinstance(w.wo_a, GroupedWeight) and isinstance(w.wo_b, FoldedWeight)
+    weight, groups = w.wo_a.folded, w.wo_a.groups
+    rows = grouped_output.grouped_rows(
+        o, weight.codes, weight.factors, cos, sin, groups, wide=w.wo_a.wide, invariant=weight.invariant
     )
+    return linear_rows(rows, w.wo_b)
 
 
 def moe(x: Tensor, w: MoeWeights, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `select.moe`, with the sum in bf16, ids int32 and no scores."""
     bank = w.experts
     assert isinstance(bank, ShuffledExperts) and isinstance(w.gate, DenseWeight)
-    ids, weights, scores = router.route(
-        linear_wide(x, w.gate), bias, topk=w.topk, scale=w.scale, normalize=w.normalize, gate_temp=w.temperature
-    )
     up, down = bank.shared_up.whole, bank.shared_down
-    shared = (up.codes, up.factors), (down.codes, down.factors)
-    y = mixture(x, ids, weights, bank.routed, shared, w.limit, rows=quantized(x), exact=bank.invariant)
+    matrices = (up.codes, up.factors), (down.codes, down.factors)
+    shared = shared_expert(quantized(x), matrices, w.limit, exact=bank.invariant)
+    logits = router.gate_logits(x, w.gate.values)
+    ids, weights, scores = router.route(
+        logits, bias, topk=w.topk, scale=w.scale, normalize=w.normalize, gate_temp=w.temperature
+    )
+    y = routed_experts(x, ids, weights, bank.routed, w.limit, shared=shared, exact=bank.invariant)
     return y, ids, weights, scores
 
 

@@ -8,7 +8,7 @@ value, but where a code falls among e4m3's denormals (`fold_fp8`) or a row's sca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,13 @@ class GroupedWeight(Sequence["GroupPart"]):
     folded: FoldedWeight
     groups: int
     order: Tensor  # int64 [head_dim]: which natural dim of its head each stored column is of
+    wide: Tensor | None = None  # bf16 of the same shape, columns in split order: for steps of many rows
+
+    def widened(self) -> GroupedWeight:
+        """The same with `wide`, on a GPU: twice its bytes more."""
+        from deepinfer.kernels.triton.grouped_output import widen
+
+        return replace(self, wide=widen(self.folded.codes, self.folded.factors))
 
     def __len__(self) -> int:
         return self.groups

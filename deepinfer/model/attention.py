@@ -55,7 +55,8 @@ class Attention:
     def __call__(self, x: Tensor, state: StepState, selection: Selection) -> Tensor:
         """x [N, D], normalised -> [N, D]. Reads and writes the step's state; updates `selection` at index sources."""
         cos, sin = state.query_rope(self.kv_source is not None)
-        latent_query, q, kv = select.query_and_window(x, self.queries, cos, sin)
+        places = state.window_places(self.layer, len(x))
+        latent_query, q, kv = select.query_and_window(x, self.queries, cos, sin, places)
         window = self._leave_keys(x, kv, state)
         y = self._ask(x, latent_query, q, window, state, selection)
         state.commit_window(self.layer)
@@ -98,13 +99,24 @@ class Attention:
         cos, sin = state.query_rope(self.kv_source is not None)
         if self.indexer is not None:
             self.indexer.select(x, latent_query, cos, sin, state, selection)
+        return select.grouped_output(self._attend(x, q, window, state, selection.entries), self.output, cos, sin)
+
+    def _attend(
+        self, x: Tensor, q: Tensor, window: tuple[Tensor, Tensor], state: StepState, entries: Tensor | None
+    ) -> Tensor:
+        """The heads' outputs [N, heads, head_dim], in the order of the queries."""
+        split, source = select.in_split_order(x, self.queries), self.kv_source
+        if split and not self.numerics.invariant and select.unpacks_keys(q, window[0]):
+            chosen: tuple[Tensor | None, Tensor | None] | None = None, None
+            if source is not None:
+                assert entries is not None
+                chosen = state.unpacked_keys(source, entries)
+            if chosen is not None:
+                return select.attention_over_unpacked(q, *window, *chosen, self.sink, self.scale)
         kv_pool, kv_rows = None, None
-        if self.kv_source is not None:
-            assert selection.entries is not None
-            kv_pool = state.kv_pool(self.kv_source)
-            kv_rows = state.selected_rows(self.kv_source, selection.entries)
-        split = select.in_split_order(x, self.queries)
-        o = select.sparse_attention(
+        if source is not None:
+            assert entries is not None
+            kv_pool, kv_rows = state.kv_pool(source), state.selected_rows(source, entries)
+        return select.sparse_attention(
             q, *window, kv_pool, kv_rows, self.sink, self.scale, split=split, invariant=self.numerics.invariant
         )
-        return select.grouped_output(o, self.output, cos, sin)

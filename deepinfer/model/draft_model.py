@@ -69,7 +69,8 @@ class DraftModel:
         """Keys of written positions into every stage's window: taps [N, targets * D] of the rows of `view`."""
         cos, sin = rope_angles(view.batch.positions, self._frequencies)
         x = select.project(taps, self.main_proj, rounded=True)
-        x = select.rms_norm(x, self.main_norm, self.config.rms_norm_eps)  # in place of the stages' own norms
+        # in place of the stages' own norms
+        x = select.rms_norm(x, self.main_norm, self.config.rms_norm_eps, multiplied=True)
         for stage in self.stages:
             latents = select.window_latents(x, stage.attention.queries, cos, sin)
             view.stage_window(stage.layer, latents if view.rounds.latents else self.numerics.window_record(latents))

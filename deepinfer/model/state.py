@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from deepinfer.kernels import select
 from deepinfer.kernels.reference.rope import rope_angles, rope_frequencies, yarn_frequencies
 from deepinfer.kernels.select import PagedKeys
 from deepinfer.model.batch import Batch
@@ -71,6 +72,7 @@ class CacheView(Protocol):
         ...
 
     def draft_context(self) -> tuple[Tensor | None, CacheView]: ...
+    def window_places(self, layer: int, count: int) -> Tensor | None: ...
     def stage_window(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]: ...
     def commit_window(self, layer: int) -> None: ...
     def commit(self) -> None: ...
@@ -83,6 +85,7 @@ class CacheView(Protocol):
     def visible(self, layer: int) -> Tensor: ...
     def most_visible(self, layer: int) -> int: ...
     def entry_rows(self, layer: int, entries: Tensor) -> Tensor: ...
+    def seen_entries(self, layer: int, most: int) -> tuple[Tensor, Tensor | None] | None: ...
     def segments(self, layer: int) -> Sequence[Segment]: ...
     def paged_keys(self, layer: int) -> PagedKeys: ...
     def token_history(self, live_ids: Tensor, lookback: int) -> Tensor: ...
@@ -96,6 +99,7 @@ class BlockWindow(Protocol):
     @property
     def rounds(self) -> Rounding: ...
 
+    def places(self, layer: int, count: int) -> Tensor | None: ...
     def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
@@ -148,6 +152,8 @@ class StepState:
     def _look_at(self, view: CacheView) -> None:
         self.view, self.rounds = view, view.rounds
         self._selected: tuple[int, Tensor, Tensor] | None = None
+        self._unpacked: tuple[int, tuple[Tensor, Tensor | None] | None] | None = None
+        self.window_places = view.window_places
         self.stage_window, self.commit_window = view.stage_window, view.commit_window
         self.close_pairs, self.closing_rows = view.close_pairs, view.closing_rows
         self.entry_positions, self.write_entries = view.entry_positions, view.write_entries
@@ -179,6 +185,21 @@ class StepState:
             self._selected = (source, entries, self.view.entry_rows(source, entries))
         return self._selected[2]
 
+    def unpacked_keys(self, source: int, entries: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Keys of a source for `select.attention_over_unpacked`, and the rows of them that are chosen, [N, K]; None
+        where the step sees too many. All layers that read the source share the keys: its entries of this step have been
+        written when the first one asks."""
+        if self._unpacked is None or self._unpacked[0] != source:
+            seen = self.view.seen_entries(source, select.MOST_UNPACKED)
+            made = None if seen is None else (select.unpack_entries(self.kv_pool(source), seen[0]), seen[1])
+            self._unpacked = source, made
+        if (unpacked := self._unpacked[1]) is None:
+            return None
+        keys, firsts = unpacked
+        return keys, entries if firsts is None else torch.where(
+            entries < 0, entries, entries + firsts.to(entries.dtype)
+        )
+
     def listens(self, layer: int) -> bool:
         """Whether somebody wants the stream that enters a layer."""
         return self._trace is not None or (self._taps is not None and self._taps.wants(layer))
@@ -202,7 +223,7 @@ class BlockState(StepState):
         self.dead = self.kept = None  # drafts are text
         self.window_rope = rope
         self._trace = self._taps = None
-        self.stage_window, self.rounds = window.stage, window.rounds
+        self.window_places, self.stage_window, self.rounds = window.places, window.stage, window.rounds
         self.commit_window = _keep_nothing
 
 

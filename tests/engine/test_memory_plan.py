@@ -9,8 +9,18 @@ import torch
 
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
+from deepinfer.engine.arguments import EngineArguments
 from deepinfer.engine.graphs import GraphedModel, sizes_for
-from deepinfer.engine.memory_plan import SCORE_BYTES, describe_memory, graph_memory, token_bytes, working_memory
+from deepinfer.engine.memory_plan import (
+    SCORE_BYTES,
+    describe_memory,
+    graph_memory,
+    token_bytes,
+    unpacked_bytes,
+    working_memory,
+)
+from deepinfer.engine.settings import resolve_settings
+from deepinfer.engine.sizing import keeps_wide_outputs
 from deepinfer.model.presets import flash, preset
 
 FLASH = flash()
@@ -24,7 +34,10 @@ def test_a_token_of_the_released_model_takes_some_hundred_kilobytes():
 def test_working_memory_grows_with_what_asks_for_it_and_index_scores_are_bounded():
     sizes = {"tokens": 4096, "sequences": 64, "drafts": 0, "graph_rows": 64, "longest": 32_768}
     plan = working_memory(FLASH, **sizes)
-    assert plan.activations == 4096 * token_bytes(FLASH)
+    unpacked = unpacked_bytes(FLASH, tokens=4096, sequences=64, drafts=0)
+    assert unpacked == 1024 * (65 * 129 + 4096 + (1 << 17))  # keys of 512 values in bfloat16
+    assert plan.activations == 4096 * token_bytes(FLASH) + unpacked
+    assert unpacked_bytes(FLASH, tokens=1023, sequences=64, drafts=0) == 0
     assert plan.logits == 4 * 64 * FLASH.vocab_size * 4
     assert plan.total == sum((plan.activations, plan.scores, plan.logits, plan.graphs))
     assert working_memory(FLASH, **sizes | {"graph_rows": 0}).graphs == 0
@@ -54,13 +67,38 @@ def test_padded_steps_keep_as_many_rows_as_are_planned():
     assert sum(graphs.sizes) == sum(rows for rows, _ in sizes_for(15, 5, 2)) == (1 + 2 + 4 + 5) * (1 + 3)
 
 
+@pytest.mark.parametrize(
+    ("wished", "size", "rows", "kept"),
+    [(None, 1 << 30, 96, True), (None, 1 << 30, 95, False), (None, (1 << 30) + 1, 96, False), (None, 0, 96, False),
+     (True, 16 << 30, 1, True), (False, 1 << 30, 96, False)],
+)  # fmt: skip
+def test_wide_outputs_are_kept_where_asked_or_where_they_pay_and_fit(wished, size, rows, kept):
+    assert keeps_wide_outputs(wished=wished, size=size, free=16 << 30, rows=rows) is kept
+
+
+def test_wide_outputs_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="wide_outputs: 11 bytes do not fit into the 10 that are free; use False"):
+        keeps_wide_outputs(wished=True, size=11, free=10, rows=1)
+
+
+def test_wide_outputs_that_nobody_reads_are_told():
+    def notes(**asked):
+        return resolve_settings(EngineArguments(device="cpu", **asked), environ={}).notes
+
+    assert not any("wide_outputs" in note for note in (*notes(), *notes(wide_outputs=False)))
+    assert "wide_outputs without effect: no GPU kernels read it" in notes(wide_outputs=True)
+    with pytest.raises(ValueError, match="wide_outputs"):
+        notes(wide_outputs="yes")
+
+
 def test_the_line_at_start_names_every_part():
     config = EngineConfig(
         max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=4096, num_blocks=2048, kv_format="hopper", drafts=5
     )
     working = working_memory(FLASH, tokens=4096, sequences=64, drafts=5, graph_rows=384, longest=4096)
-    line = describe_memory(FLASH, config, weights=50 << 30, graphs=3 << 30, working=working)
+    line = describe_memory(FLASH, config, weights=50 << 30, wide_outputs=43 << 26, graphs=3 << 30, working=working)
     assert "50.00 weights" in line
+    assert "2.69 wide output weights" in line
     assert "3.00 graphs" in line
     assert f"{2048 * 113_920 / 2**30:,.2f} 2048 blocks of 128 tokens" in line  # docs/engine.md: bytes of a block
     for part in ("64 sequences", "staged records", "activations of 4096 tokens", "index scores", "logits"):

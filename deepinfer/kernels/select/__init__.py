@@ -8,12 +8,17 @@ not take among it.
 from __future__ import annotations
 
 from deepinfer.kernels.select.attention import (
+    MOST_UNPACKED,
+    UNPACKED_ROWS,
     PagedKeys,
+    attention_over_unpacked,
     candidate_mask,
     choose_entries,
     index_scores,
     sparse_attention,
     top_entries,
+    unpack_entries,
+    unpacks_keys,
 )
 from deepinfer.kernels.select.backends import (
     cpu_twins,
@@ -76,9 +81,12 @@ from deepinfer.kernels.select.tokens import (
 )
 
 __all__ = [
+    "MOST_UNPACKED",
+    "UNPACKED_ROWS",
     "PagedKeys",
     "apply_rope",
     "attends",
+    "attention_over_unpacked",
     "block_rows",
     "candidate_mask",
     "choose_entries",
@@ -125,6 +133,8 @@ __all__ = [
     "table_rows",
     "token_history",
     "top_entries",
+    "unpack_entries",
+    "unpacks_keys",
     "window_latents",
     "window_rows",
 ]

@@ -41,6 +41,29 @@ def sparse_attention(
     return run(q, window_pool, window_indices, kv_pool, kv_indices, sink, scale)
 
 
+UNPACKED_ROWS = 1024  # from here on rows share so many records that unpacking them first pays
+MOST_UNPACKED = 1 << 17  # entries that are unpacked at once: 128 MiB of keys of 512 values
+
+
+def unpacks_keys(q: Tensor, window_pool: Tensor) -> bool:
+    """Whether queries [N, heads, size] in split order go over keys that were unpacked before."""
+    return len(q) >= UNPACKED_ROWS and window_pool.dtype == torch.uint8 and gpu_fast(q) and gpu().unpacks_heads(q)
+
+
+def unpack_entries(pool: Tensor, rows: Tensor) -> Tensor:
+    """Compressed records uint8 [R, D / 2 + D / 16] at rows int64 [M] -> their values, bf16 [M, D], in split order."""
+    return gpu().unpack_compressed(pool, rows)
+
+
+def attention_over_unpacked(
+    q: Tensor, window_pool: Tensor, window_indices: Tensor, keys: Tensor | None, indices: Tensor | None, sink: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """`sparse_attention` where `unpacks_keys` says so: over the records of window_pool, unpacked here, and keys bf16
+    [M, D] that `unpack_entries` gave, at indices int [N, K] of these."""
+    return gpu().attention_unpacked(q, gpu().unpack_window(window_pool), window_indices, keys, indices, sink, scale)
+
+
 def index_scores(
     queries: Tensor, pool: Tensor, key_rows: Tensor, weights: Tensor, visible: Tensor, *, invariant: bool = False
 ) -> Tensor:

@@ -57,13 +57,18 @@ def in_split_order(x: Tensor, w: QueryWeights) -> bool:
     return isinstance(w.wq_b, SplitHeads) and gpu_fast(x)
 
 
-def query_and_window(x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def query_and_window(
+    x: Tensor, w: QueryWeights, cos: Tensor, sin: Tensor, places: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [N, D] -> latent query [N, q_lora_rank] (normalised), queries [N, heads, head_dim] (`in_split_order` or not)
-    and window latents [N, head_dim], both rotated. Section 2.4, steps 1 and 2, before the window record is rounded."""
+    and window latents [N, head_dim], both rotated. Section 2.4, steps 1 and 2, before the window record is rounded.
+
+    places: where the window records go, uint8 [N, width]. Kernels that can write them there give `places` in place of
+    the latents."""
     if w.packed is not None and cpu_fast(x):
         return cpu.query_and_window(x, w, cos, sin)
     if in_split_order(x, w):
-        return gpu().query_and_window(x, w, cos, sin)
+        return gpu().query_and_window(x, w, cos, sin, places)
     latent = rms_norm(project(x, w.wq_a, rounded=True), w.q_norm, w.eps)
     q = project(latent, w.wq_b, rounded=True).unflatten(1, (w.heads, w.head_dim))
     return latent, apply_rope(q, cos, sin), window_latents(x, w, cos, sin)
@@ -84,7 +89,7 @@ def grouped_output(o: Tensor, w: OutputWeights, cos: Tensor, sin: Tensor) -> Ten
     if w.packed is not None and cpu_fast(o):
         return cpu.grouped_output(o, w, cos, sin)
     if isinstance(w.wo_a, GroupedWeight) and gpu_fast(o):
-        return project(gpu().grouped_heads(o, w, cos, sin), w.wo_b, rounded=True)
+        return gpu().project_heads(o, w, cos, sin)
     return project_groups(apply_rope(o, cos, sin, inverse=True), w)
 
 
@@ -96,9 +101,10 @@ def project_groups(o: Tensor, w: OutputWeights) -> Tensor:
     return project(z, w.wo_b, rounded=True)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, multiplied: bool = False) -> Tensor:
+    """multiplied: FP8 products read what comes out, so that its Q8 is best made with it."""
     if x.dim() == 2 and gpu_fast(x):
-        return gpu().rms_norm(x, weight, eps)
+        return (gpu().rms_norm_multiplied if multiplied else gpu().rms_norm)(x, weight, eps)
     return (cpu.rms_norm if cpu_fast(x) else norm.rms_norm)(x, weight, eps)
 
 

@@ -46,10 +46,15 @@ def _unpack(pool: Tensor, rows: Tensor | None, size: int, *, window: bool) -> Te
 
 def serves_unpacked(q: Tensor, window_keys: Tensor, keys: Tensor | None) -> bool:
     """Whether `attention_unpacked` takes these: bf16 everywhere, 8, 16, 32 or 64 heads of 128, 256 or 512 dims."""
-    heads, size = q.shape[1:]
     pools = [window_keys] if keys is None else [window_keys, keys]
-    fits = all(p.dtype == torch.bfloat16 and p.shape[1] == size and p.is_contiguous() for p in pools)
-    return fits and q.dtype == torch.bfloat16 and heads in (8, 16, 32, 64) and size in (128, 256, 512)
+    fits = all(p.dtype == torch.bfloat16 and p.shape[1] == q.shape[2] and p.is_contiguous() for p in pools)
+    return fits and unpacks_heads(q)
+
+
+def unpacks_heads(q: Tensor) -> bool:
+    """Whether it takes queries [N, heads, D], if the keys are."""
+    heads, size = q.shape[1:]
+    return q.dtype == torch.bfloat16 and heads in (8, 16, 32, 64) and size in (128, 256, 512)
 
 
 def attention_unpacked(

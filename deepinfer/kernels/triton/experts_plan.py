@@ -142,7 +142,7 @@ def place_slots(
     chunk, ids, order, places, blocks, scratch, count, num_blocks, first, chunks, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Program `chunk` of `chunks`. SPAN: at least `count`, where each program counts all slots; 0 = `_count_kernel` did.
+    """Program `chunk` of `chunks`. SPAN: at least `count`, where each one counts all slots; 0 = `_count_kernel` did.
     scratch: a row of five lists for each, the first its counts."""
     mine = scratch + chunk * (5 * WIDTH)
     expert = tl.arange(0, WIDTH)

@@ -11,7 +11,7 @@ from deepinfer.kernels.triton.experts_layout import ShuffledBank
 from deepinfer.kernels.triton.experts_plan import plan_buffers, plan_experts
 from deepinfer.kernels.triton.experts_rows import plan_and_quantize, quantize_for_experts
 from deepinfer.kernels.triton.experts_shared import swiglu
-from deepinfer.kernels.triton.quantize import Fp8Rows, quantize_rows
+from deepinfer.kernels.triton.quantize import Fp8Rows
 
 SharedExpert = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(codes, factors) of w1 above w3 and of w2, as `dense.fp8_linear` takes them."""
@@ -54,20 +54,3 @@ def shared_expert(rows: Fp8Rows, expert: SharedExpert, limit: float, *, exact: b
     up, down = expert
     act = swiglu(fp8_linear(rows, *up, invariant=exact), limit)
     return fp8_linear(act, *down, invariant=exact)
-
-
-def mixture(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    bank: ShuffledBank,
-    shared: SharedExpert,
-    limit: float,
-    *,
-    rows: Fp8Rows | None = None,
-    total_experts: int | None = None,
-    exact: bool = False,
-) -> Tensor:
-    """x bf16 [T, D] (rows: its `quantize_rows`, where it exists) -> bf16 [T, D]: routed and shared experts."""
-    beside = shared_expert(quantize_rows(x) if rows is None else rows, shared, limit, exact=exact)
-    return routed_experts(x, ids, weights, bank, limit, total_experts=total_experts, shared=beside, exact=exact)

@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer.kernels.reference.quant import FP8_GROUP
 from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import Fp8Rows, added, fold_tile, row_warps, to_type
+from deepinfer.kernels.triton.records import store_window
 from deepinfer.kernels.triton.runtime import launch
 
 _GROUP = tl.constexpr(FP8_GROUP)
@@ -47,8 +48,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])  # one kernel for every number of rows
 def _query_norms_kernel(
-    merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, eps,
+    merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, window_stride, eps,
     RANK: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
+    RECORDS: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous()
     start_next()
@@ -77,35 +79,45 @@ def _query_norms_kernel(
         angle = pair - (HEAD // 2 - ROPE)
         c = tl.load(cos + row * ROPE + angle, mask=angle >= 0, other=1.0)
         s = tl.load(sin + row * ROPE + angle, mask=angle >= 0, other=0.0)
-        tl.store(window + row * HEAD + 2 * pair, to_type(even * c - odd * s, dtype))
-        tl.store(window + row * HEAD + 2 * pair + 1, to_type(even * s + odd * c, dtype))
+        first, second = to_type(even * c - odd * s, dtype), to_type(even * s + odd * c, dtype)
+        if RECORDS:
+            values = tl.join(first.to(tl.float32), second.to(tl.float32))  # [HEAD / 2, 2]
+            store_window(tl.reshape(values, (HEAD // _GROUP, _GROUP)), window + row * window_stride, HEAD)
+        else:
+            tl.store(window + row * window_stride + 2 * pair, first)
+            tl.store(window + row * window_stride + 2 * pair + 1, second)
 
 
 def query_norms(
-    merged: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Fp8Rows, Tensor]:
+    merged: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, cos: Tensor, sin: Tensor,
+    records: Tensor | None = None,
+) -> tuple[Tensor, Fp8Rows, Tensor]:  # fmt: skip
     """What follows x (wq_a above wkv)^T, one launch: merged bf16 [N, rank + head_dim], or the parts of a split sum,
     float32 [splits, N, rank + head_dim] (`dense.split_sums`), added in order and rounded to bf16 here.
 
     cos, sin: float32 [N, rope_dim / 2]. -> latent query bf16 [N, rank], normalised; Q8 of it, folded per row; window
-    latent bf16 [N, head_dim], normalised and rotated, in natural order, before its record is rounded.
+    latent bf16 [N, head_dim], normalised and rotated, in natural order, before its record is rounded. records: uint8
+    [N, head_dim + head_dim / 32], neighbouring rows of a pool, which get the window records and are returned in place
+    of the latents.
     """
     rank, head = q_norm.numel(), kv_norm.numel()
     splits = merged.shape[0] if merged.dim() == 3 else 0
     rows, stride = merged.shape[-2], merged.stride(-2)
     dtype = torch.bfloat16 if splits else merged.dtype
-    latent, window = merged.new_empty(rows, rank, dtype=dtype), merged.new_empty(rows, head, dtype=dtype)
+    latent = merged.new_empty(rows, rank, dtype=dtype)
+    window = merged.new_empty(rows, head, dtype=dtype) if records is None else records
     codes = merged.new_empty(rows, rank, dtype=torch.float8_e4m3fn)
     scale = merged.new_empty(rows, dtype=torch.float32)
     launch(
         _query_norms_kernel,
         (rows, 2),
-        *(merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, eps),
+        *(merged, q_norm, kv_norm, latent, codes, scale, window, cos, sin, rows, stride, window.stride(0), eps),
         RANK=rank,
         GROUPS=triton.next_power_of_2(rank // FP8_GROUP),
         HEAD=head,
         ROPE=cos.shape[-1],
         SPLITS=splits,
+        RECORDS=records is not None,
         num_warps=4,
         enable_fp_fusion=False,  # a rotation rounds as the reference does
         **OVERLAP,

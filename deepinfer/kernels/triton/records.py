@@ -58,14 +58,21 @@ def _insert_window(latents, pool, rows, latent_stride, record_bytes, WIDTH: tl.c
     if row >= 0:
         offsets = tl.arange(0, GROUPS)[:, None] * _FP8_GROUP + tl.arange(0, _FP8_GROUP)[None, :]
         v = tl.load(latents + n * latent_stride + offsets).to(tl.float32)
-        codes, exponent = _quantize_fp8(tl.abs(v))  # what the release rounds to
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        # Packed like any values: a largest code of 224 becomes 448 under half the scale.
-        codes, exponent = _quantize_fp8(codes.to(tl.float32) * scale[:, None])
-        sign = ((v.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
-        record = pool + row * record_bytes
-        tl.store(record + offsets, codes.to(tl.uint8, bitcast=True) | sign)
-        tl.store(record + WIDTH + tl.arange(0, GROUPS), exponent.to(tl.uint8))
+        store_window(v, pool + row * record_bytes, WIDTH)
+
+
+@triton.jit
+def store_window(v, record, WIDTH: tl.constexpr):
+    """A latent's bf16 values as float32 [WIDTH / 32, 32] -> its window record, at a pointer."""
+    GROUPS: tl.constexpr = WIDTH // _FP8_GROUP
+    offsets = tl.arange(0, GROUPS)[:, None] * _FP8_GROUP + tl.arange(0, _FP8_GROUP)[None, :]
+    codes, exponent = _quantize_fp8(tl.abs(v))  # what the release rounds to
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    # Packed like any values: a largest code of 224 becomes 448 under half the scale.
+    codes, exponent = _quantize_fp8(codes.to(tl.float32) * scale[:, None])
+    sign = ((v.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+    tl.store(record + offsets, codes.to(tl.uint8, bitcast=True) | sign)
+    tl.store(record + WIDTH + tl.arange(0, GROUPS), exponent.to(tl.uint8))
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from deepinfer.cache.storage import CacheStorage
 from deepinfer.engine.graphs import GraphedModel, PaddedStep
 from deepinfer.kernels import select
 from deepinfer.kernels.gpu_weights import GroupedWeight, SplitHeads
+from deepinfer.kernels.select import attention as select_attention
 from deepinfer.model import Batch, Chunk, load_model
 from deepinfer.model.engram import PrefetchedTables
 from deepinfer.model.presets import preset
@@ -31,6 +33,11 @@ def storage_for(model, padded_rows: int = 0, kv_format: str = "packed") -> Cache
     for slot in range(2):
         storage.apply([OpenSlot(slot), SetTable(slot, 0, tuple(range(1 + 4 * slot, 5 + 4 * slot)))])
     return storage
+
+
+def gpu_kernels() -> AbstractContextManager[None]:
+    """Inside, the GPU kernels serve, in the interpreter where there is no GPU."""
+    return select.interpreted_gpu() if DEVICE.type == "cpu" else nullcontext()
 
 
 def batch(*chunks: Chunk) -> Batch:
@@ -62,6 +69,39 @@ def test_two_layers_agree_with_the_reference_planned_and_padded(tmp_path: Path) 
     got = torch.cat((first, second))
     assert relative_error(got, expected) < 0.05
     assert relative_error(first, expected[1:]) > 0.5  # another row is something else
+
+
+def test_prefill_over_unpacked_keys_is_prefill_over_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks whose sequences have other lengths: entries of both are unpacked, one list behind the other. Errors
+    are those of bfloat16, some of which the interpreter rounds downwards."""
+    write_random_checkpoint(tmp_path / "two", preset("tiny", layers=2, experts=3))
+    chunks = (Chunk(0, 4, IDS[4:7], 3), Chunk(1, 0, IDS[10:12], 2))
+    unpacked = []
+
+    def unpack(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        unpacked.append(len(rows))
+        return unpack_entries(pool, rows)
+
+    unpack_entries = select.unpack_entries
+    monkeypatch.setattr(select, "unpack_entries", unpack)
+    with torch.inference_mode(), gpu_kernels():
+        model = load_model(tmp_path / "two", device=str(DEVICE), dtype="bfloat16", weights="gpu")
+        logits = []
+        for least in (1 << 20, 4):
+            monkeypatch.setattr(select_attention, "UNPACKED_ROWS", least)
+            storage = storage_for(model, padded_rows=8)
+            model.forward(batch(Chunk(0, 0, IDS[:4], 1)), storage)
+            unpacked.clear()
+            logits.append(model.forward(batch(*chunks), storage))
+            assert unpacked == ([] if least > 4 else [2 * (7 // 2)])
+        assert relative_error(logits[1], logits[0]) < 0.03  # few rows are cut into parts where they read records
+        assert relative_error(logits[1][1:], logits[0][:-1]) > 0.5
+        monkeypatch.setattr(select, "MOST_UNPACKED", 5)
+        unpacked.clear()
+        storage = storage_for(model, padded_rows=8)
+        model.forward(batch(Chunk(0, 0, IDS[:4], 1)), storage)
+        assert torch.equal(model.forward(batch(*chunks), storage), logits[0])
+        assert unpacked == [2]  # of the step before: 4 tokens
 
 
 @pytest.mark.parametrize(("head_dim", "hidden_size"), [(64, 256), (32, 64), (192, 256)])

@@ -13,8 +13,10 @@ import torch
 pytest.importorskip("triton")
 
 from deepinfer.kernels.gpu_weights import FoldedWeight, GroupedWeight, ShuffledExperts, SplitHeads, StackedWeight
+from deepinfer.kernels.triton.rope import split_order
 from deepinfer.kernels.weights import LooseExperts, loose
 from deepinfer.model import load_model
+from deepinfer.model.wide_outputs import keep_wide_outputs, kept_output_bytes, wide_output_bytes
 
 
 def matrices(owner: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,6 +54,25 @@ def test_every_matrix_of_a_model_has_the_values_of_the_checkpoint(draft_checkpoi
     first = model.blocks[0].attention.queries
     assert isinstance(first.stacked, StackedWeight)
     assert first.stacked.whole.codes.data_ptr() == first.wq_a.codes.data_ptr()  # nothing is held twice
+
+
+def test_wide_copies_of_the_output_weights_hold_their_values_in_split_order(draft_checkpoint: Path) -> None:
+    model = load_model(draft_checkpoint, dtype="bfloat16", weights="gpu", drafts=True)
+    size = wide_output_bytes(model)
+    assert kept_output_bytes(model) == 0
+    keep_wide_outputs(model)
+    assert kept_output_bytes(model) == size > 0
+    assert model.draft is not None
+    for block in [*model.blocks, *model.draft.stages]:
+        wo_a = block.attention.output.wo_a
+        assert isinstance(wo_a, GroupedWeight) and wo_a.wide is not None
+        order = split_order(len(wo_a.order))
+        for part, wide in zip(wo_a, wo_a.wide.unflatten(0, (wo_a.groups, -1)), strict=True):
+            assert torch.equal(
+                wide.float().unflatten(1, (-1, len(order))), part.dense().unflatten(1, (-1, len(order)))[..., order]
+            )
+    packed = load_model(draft_checkpoint, dtype="bfloat16", weights="stored")
+    assert wide_output_bytes(packed) == 0  # no kernel would read a copy
 
 
 def test_stacked_and_ordered_weights_give_their_parts_back() -> None:

@@ -295,7 +295,8 @@ def test_mixture_equals_the_reference(random: torch.Generator, bank: ShuffledBan
         return codes, factors, codes.float() * factors[:, None]
 
     up, down = fp8(2 * inner, width), fp8(width, inner)
-    y = moe.mixture(x, ids, weights, bank, (up[:2], down[:2]), LIMIT, rows=quantize_rows(x))
+    shared = moe.shared_expert(quantize_rows(x), (up[:2], down[:2]), LIMIT)
+    y = moe.routed_experts(x, ids, weights, bank, LIMIT, shared=shared)
     expected = routed_experts(x, ids.long(), weights, bank.dense, LIMIT)
     w1, w3 = up[2].chunk(2)
     expected += expert_forward(x, w1, w3, down[2], LIMIT, None).float()

@@ -12,6 +12,7 @@ from deepinfer.kernels.reference import quant
 from deepinfer.kernels.reference import rope as reference_rope
 from deepinfer.kernels.triton import norm, quantize, rope
 from deepinfer.kernels.triton.quantize import Fp8Rows
+from deepinfer.kernels.triton.records import insert_window
 
 EPS = 1e-20
 
@@ -151,3 +152,9 @@ def test_norms_behind_the_merged_projection(splits: int) -> None:
     assert_within_one_step(latent, expected)
     assert relative_error(window, turned) < 1e-4  # a norm that was rounded the other way is seen in both of a pair
     assert_same_rows(codes, latent)
+    pools = [torch.full((rows + 2, head_dim + head_dim // 32), 7, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    insert_window(window, pools[0], torch.arange(1, rows + 1, device=DEVICE))
+    again, _, places = norm.query_norms(given, q_norm, kv_norm, EPS, cos, sin, pools[1][1:-1])
+    assert places.data_ptr() == pools[1][1:].data_ptr()
+    assert torch.equal(*pools)
+    assert torch.equal(again, latent)
