@@ -30,12 +30,14 @@ from deepinfer.engine.graphs import GraphedModel, PaddedStep
 from deepinfer.engine.plan import Admission, StepPlan
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.sizing import WIDE_ROWS
 from deepinfer.kernels.select import gpu_twins, step_threads
 from deepinfer.model.backbone import DeepseekV41
 from deepinfer.model.batch import Batch
 from deepinfer.model.config import ModelConfig
 from deepinfer.model.presets import preset
 from deepinfer.model.random_source import random_model
+from deepinfer.model.wide_outputs import keep_wide_outputs
 from deepinfer.speculation.propose import DraftModelDrafter
 
 SPARE_STEPS = 20  # beside those that are timed: warm-up, trace
@@ -132,6 +134,8 @@ class Rank:
             self.config, device=device, seed=share.seed, dtype=share.dtype, drafts=self.config.num_drafts > 0
         )
         rows = share.sequences * (1 + share.nextn)
+        if rows >= WIDE_ROWS:
+            keep_wide_outputs(self.model)  # as an engine does where there is room
         # tokens at the end of all steps, and more
         grown = share.context + 1 + (share.steps + SPARE_STEPS) * (1 + share.nextn)
         most = max(grown, share.prefill_chunk) + VERIFY_ROWS
