@@ -207,6 +207,30 @@ def test_a_conversation_goes_on_from_the_window_that_a_round_left() -> None:
     made.engine.close()
 
 
+def test_a_sequence_that_gives_its_blocks_up_while_its_round_is_in_flight_goes_on_where_it_stood() -> None:
+    """Its state goes to host memory with what the round wrote, and the round's tokens are drawn again."""
+    made = RoundEngine(
+        CHECKPOINT, MODEL, dataclasses.replace(CONFIG, offload_bytes=1 << 30, offload_tokens=1), right=0.9
+    )
+    engine, params = made.engine, dataclasses.replace(GREEDY, max_tokens=60)
+    prompts = [list(text(20 + i)[:30]) for i in range(2)]
+    for i, prompt in enumerate(prompts):
+        expected(prompt, params)
+        engine.add_request(f"{i}", prompt, params)
+    for turn in range(4):
+        for _ in range(4):
+            engine.step()
+        assert made.behind[-1]
+        scheduler = engine.scheduler
+        scheduler._preempt(scheduler.running[turn % 2])
+    finish(engine)
+    assert scheduler.num_offloaded >= 3
+    for i, prompt in enumerate(prompts):
+        assert [engine.pop_output(f"{i}").outputs[0].token_id] == expected(prompt, params)
+    assert_all_free(engine.cache)
+    engine.close()
+
+
 @pytest.mark.parametrize("where", ["begin", "end"])
 def test_a_round_that_fails_ends_what_is_under_way_and_the_next_request_is_answered(monkeypatch, where) -> None:
     """Also where the round behind it is with the device already."""
