@@ -37,6 +37,31 @@ def follow(stream: Stream | None) -> None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
 
 
+_helpers: dict[torch.device, Stream] = {}
+
+
+def fork(device: torch.device) -> Stream | None:
+    """While a graph is recorded: a stream whose work, from what the current stream has recorded so far to `join`, goes
+    beside that of the current one. Elsewhere None, and all runs in turn: there the host is what launches wait for.
+
+    What that work reads must be kept until the join; what it makes lies in memory of its own stream, which the next
+    work after a fork may take.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return None
+    if device not in _helpers:
+        _helpers[device] = Stream(device)
+    stream = _helpers[device]
+    follow(stream)
+    return stream
+
+
+def join(stream: Stream | None) -> None:
+    """The current stream goes on when that one has done what it has."""
+    if stream is not None:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
 def mark(stream: Stream) -> Event:
     """An event that comes when the stream has done what it has now."""
     event = Event()

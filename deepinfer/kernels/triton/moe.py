@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deepinfer.kernels.streams import Stream, join
 from deepinfer.kernels.triton.dense import fp8_linear
 from deepinfer.kernels.triton.experts import block_rows, experts_down, experts_up
 from deepinfer.kernels.triton.experts_combine import combine_experts
@@ -26,11 +27,12 @@ def routed_experts(
     *,
     total_experts: int | None = None,
     shared: Tensor | None = None,
+    side: Stream | None = None,
     exact: bool = False,
     wide: bool = False,
 ) -> Tensor:
     """x bf16 [T, D], ids int32 [T, k], weights float32 [T, k] -> bf16 [T, D]: the chosen experts of the bank (others
-    are left out) added by rising number, then `shared` bf16 [T, D].
+    are left out) added by rising number, then `shared` bf16 [T, D], which the stream `side` may still be making.
 
     total_experts: of the whole layer, where the bank holds a part of them; it only chooses tiles. exact: sums over K
     are exact for any number of rows, and a row's bits do not depend on the batch; otherwise only up to 24 rows an
@@ -46,6 +48,7 @@ def routed_experts(
         plan, folded = plan_and_quantize(ids, plan_buffers(ids, bank.experts, rows, bank.first), x)
         act = experts_up(folded, plan, weights, bank.up, limit, exact=exact)
         out = experts_down(quantize_for_experts(act), plan, bank.down, exact=exact)
+    join(side)
     return combine_experts(out, plan, shared, ids.shape[1])
 
 
