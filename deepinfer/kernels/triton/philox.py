@@ -62,6 +62,13 @@ def gumbel_of(u):
 
 
 @triton.jit
+def pair_uniforms(pairs, positions, stream, slot, key_low, key_high):
+    """Uniform numbers of the vocabulary ids 2 * pair and 2 * pair + 1: two float32 tensors. pairs int32."""
+    w0, w1, w2, w3 = philox_words(pairs.to(tl.uint32), slot, positions, stream, key_low, key_high)
+    return unit_interval(w0, w1), unit_interval(w2, w3)
+
+
+@triton.jit
 def gumbel_ids(ids, positions, stream, slot, key_low, key_high):
     """Noise of vocabulary ids int32 in any order."""
     w0, w1, w2, w3 = philox_words((ids >> 1).to(tl.uint32), slot, positions, stream, key_low, key_high)
