@@ -130,7 +130,7 @@ def choice_case(
 ) -> KernelCase:  # fmt: skip
     n = requests * rows
     scored = min(context, 8 * CANDIDATES) if inside else context
-    keys = (n if inside else requests) * scored * index_keys.KEY_BYTES
+    keys = min(n * scored if inside else requests * scored, requests * context) * index_keys.KEY_BYTES
 
     def make(device: torch.device) -> Prepared:
         request = Request(requests, rows, context, device, per_block, room)
@@ -182,6 +182,7 @@ def cases() -> list[KernelCase]:
         choice_case("64 queries, shared 131,072 entries", 1, 64, many, 1.4 * FLOOR_US + 35),
         choice_case("64 queries, shared 1,048,576 entries", 1, 64, 8 * many, 8 * 1.4 * FLOOR_US + 35),
         choice_case("64 queries inside 2,048 candidate blocks", 64, 1, many, 60.0, inside=True),
+        choice_case("64 x 6 rows inside candidates of 32,768 entries", 64, 6, many // 4, None, inside=True),
         choice_case("64 requests, 131,072 entries, and candidates", 64, 1, many, None, publish=CANDIDATES),
         choice_case("64 requests x 6 rows, own 131,072 entries", 64, 6, many, None),
         choice_case("64 requests x 6 rows, own 32,768 entries", 64, 6, many // 4, None),

@@ -29,6 +29,7 @@ from deepinfer.kernels.triton.index_scores_hopper import (
     shown_entries,
     unpack,
 )
+from deepinfer.kernels.triton.index_warm_hopper import AHEAD, key_blocks, warm_keys
 
 _M4 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 _M2 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
@@ -67,6 +68,9 @@ def _six_rows(
     x0, f0 = fetch_keys(pool, block_of(table, begin, most, PER_BLOCK), begin, PER_BLOCK)
     x1, s1 = fetch_keys(pool, block_of(table, begin + 1, most, PER_BLOCK), begin + 1, PER_BLOCK)
     block = block_of(table, begin + 2, most, PER_BLOCK)
+    for pair in gl.static_range(1, AHEAD // 2):
+        warm_keys(pool, key_blocks(table, begin + 2 * pair, most, PER_BLOCK), PER_BLOCK)
+    ahead = key_blocks(table, begin + AHEAD, most, PER_BLOCK)
     right4, w4 = load_queries(codes, weights, row, 4, 4, _M4)
     right2, w2 = load_queries(codes, weights, row + 4, count - 4, 2, _M2)
     kept4 = gl.allocate_shared_memory(gl.float32, [128], _PLAIN, w4)
@@ -81,6 +85,8 @@ def _six_rows(
     shown = shown_entries(begin, seen4)
     finish(dots4, f0, kept4.load(_W4), shown, begin, end, scores4, maxima4, all4, 4, SUMS_4)
     for tile in range(begin, end, 2):
+        warm_keys(pool, ahead, PER_BLOCK)
+        ahead = key_blocks(table, tile + AHEAD + 2, most, PER_BLOCK)
         # Under way: the product of this tile's last two rows.
         left = unpack(x1, s1, _O4)
         dots2 = warpgroup_mma_wait(0, deps=[run2])

@@ -64,16 +64,15 @@ CASES: dict[str, Callable[[], None]] = SCORED | {
     "index keys, ratio 2": lambda: keys(64, 64),
 }
 WGMMA = set(SCORED)
-# Three loads before the loop, for a program more an SM (single rows, gathered ones) or for six rows' sums in registers.
-# Candidates: 16,384 values in registers.
+# Three loads before the loop, for a program more an SM (single rows, gathered ones); the plan of groups of rows.
 STACK = {
     "choose entries, decode of 64, ratio 1": 16,
     "choose entries, decode of 64, ratio 2": 16,
-    "choose entries, verify 64 x 6, ratio 1": 16,
-    "choose entries, verify 64 x 6, ratio 2": 16,
+    "choose entries, verify 64 x 6, ratio 1": 8,
+    "choose entries, verify 64 x 6, ratio 2": 8,
     "choose entries, prefill of 4,096, ratio 2": 8,
     "choose entries inside candidates, decode of 64": 8,
     "choose entries inside candidates, verify 64 x 6": 8,
-    "choose entries inside candidates, verify 64 x 6, few entries": 16,
+    "choose entries inside candidates, verify 64 x 6, few entries": 8,
     "choose entries and candidates, decode of 64": 16,
 }
