@@ -68,6 +68,7 @@ class RankShare:
     engram_rows: int | None = None  # per hash column, where the prime search starts; None = small ones
     dtype: str = "bfloat16"
     kv_format: str | None = None  # None: the densest that the device reads
+    batch_invariant: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -131,10 +132,15 @@ class Rank:
         self.share, self.device = share, device
         self.config = share.config()
         self.model = random_model(
-            self.config, device=device, seed=share.seed, dtype=share.dtype, drafts=self.config.num_drafts > 0
+            self.config,
+            device=device,
+            seed=share.seed,
+            dtype=share.dtype,
+            drafts=self.config.num_drafts > 0,
+            invariant=share.batch_invariant,
         )
         rows = share.sequences * (1 + share.nextn)
-        if rows >= WIDE_ROWS:
+        if rows >= WIDE_ROWS and not share.batch_invariant:
             keep_wide_outputs(self.model)  # as an engine does where there is room
         # tokens at the end of all steps, and more
         grown = share.context + 1 + (share.steps + SPARE_STEPS) * (1 + share.nextn)
