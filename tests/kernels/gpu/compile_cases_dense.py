@@ -55,6 +55,7 @@ def norms(splits: int) -> None:
     merged = meta(splits, 64, 1792, dtype=torch.float32) if splits else meta(64, 1792)
     q_norm, kv_norm = meta(1280, dtype=torch.float32), meta(512, dtype=torch.float32)
     norm.query_norms(merged, q_norm, kv_norm, 1e-20, *angles(64))
+    norm.query_norms(merged, q_norm, kv_norm, 1e-20, *angles(64), meta(64, 528, dtype=torch.uint8))
 
 
 PRODUCTS: dict[str, Callable[[], None]] = {

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.triton import experts_plan, experts_rows, experts_shared
-from deepinfer.kernels.triton.experts import choose_tile, experts_down, experts_up
+from deepinfer.kernels.triton.experts import experts_down, experts_up
 from deepinfer.kernels.triton.experts_combine import combine_experts
 from deepinfer.kernels.triton.experts_layout import ShuffledBank
 from deepinfer.kernels.triton.quantize import Fp8Rows
-from deepinfer.kernels.triton.router import route
+from deepinfer.kernels.triton.router import gate_logits, route
 
 EXPERTS, TOTAL, TOPK, INNER, WIDTH = 48, 384, 6, 2304, 5120
 
@@ -34,14 +34,14 @@ def up(tokens: int, rows: int, exact: bool, wide: bool = False) -> None:
     bank = ShuffledBank.empty(EXPERTS, INNER, WIDTH, "meta")
     x = meta(tokens, WIDTH) if wide else folded(tokens, WIDTH)
     weights = meta(tokens, TOPK, dtype=torch.float32)
-    experts_up(x, plan, weights, bank.up, 10.0, exact=exact, tile=choose_tile(rows, exact=exact))
+    experts_up(x, plan, weights, bank.up, 10.0, exact=exact)
 
 
 def down(tokens: int, rows: int, exact: bool, wide: bool = False) -> None:
     plan = experts_plan.plan_buffers(ids_of(tokens), EXPERTS, rows).plan
     bank = ShuffledBank.empty(EXPERTS, INNER, WIDTH, "meta")
     x = meta(tokens * TOPK, INNER) if wide else folded(tokens * TOPK, INNER)
-    experts_down(x, plan, bank.down, exact=exact, tile=choose_tile(rows, exact=exact))
+    experts_down(x, plan, bank.down, exact=exact)
 
 
 def small_steps(tokens: int) -> None:
@@ -59,8 +59,14 @@ def choice(tokens: int, experts: int, topk: int) -> None:
     route(logits, bias, topk=topk, scale=1.5, normalize=True, with_scores=True)
 
 
+def gate(tokens: int) -> None:
+    gate_logits(meta(tokens, WIDTH), meta(EXPERTS, WIDTH))
+
+
 SHAPES = [(64, 16), (64, 32), (384, 64), (4096, 128)]
 WGMMA: set[str] = set()
+# Arguments that wait while the roles are dealt out; nothing in the loops.
+STACK = {"experts up 128 rows exact": 16, "experts down 128 rows exact": 16}
 CASES: dict[str, Callable[[], None]] = {
     "experts plan, rows and sum, decode": lambda: small_steps(64),
     "experts plan, rows and sum, prefill": lambda: small_steps(4096),
@@ -74,8 +80,10 @@ def _add(name: str, run: Callable[[], None]) -> None:
     WGMMA.add(name)
 
 
+for tokens in (64, 4096):  # in parts, and whole
+    _add(f"logits of {tokens} tokens", lambda t=tokens: gate(t))  # type: ignore[misc]
 for tokens, rows in SHAPES:
-    for exact in (True, False) if rows < 128 else (False,):
+    for exact in (True, False):
         kind = "exact" if exact else "chained"
         _add(f"experts up {rows} rows {kind}", lambda t=tokens, r=rows, e=exact: up(t, r, e))  # type: ignore[misc]
         _add(f"experts down {rows} rows {kind}", lambda t=tokens, r=rows, e=exact: down(t, r, e))  # type: ignore[misc]
