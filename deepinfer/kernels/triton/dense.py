@@ -61,7 +61,7 @@ def wide_rows(outputs: int) -> int:
 
 def whole(rows: int, outputs: int) -> bool:
     """Whether `dense_wide` multiplies all of K at once although decode cuts it: where that gives half of the processors
-    a tile. wq_a and wkv with the norms behind them, 384 rows: 15.0 us against 17.7; 256 rows: 14.5 against 13.8."""
+    a tile (wq_a and wkv with the norms behind them, 384 rows: 15.0 us against 17.7)."""
     return 2 * triton.cdiv(rows, 128) * triton.cdiv(outputs, 64) >= NUM_SMS
 
 
@@ -210,7 +210,7 @@ def _own_product(
 ) -> Tensor:
     """`_product` by whatever is fastest for so many rows. Only a weight that decode cuts has other bits for many."""
     count, tile = len(rows.codes), choose_tile(len(rows.codes), *codes.shape)
-    if count < wide_rows(len(codes)) or not serves(rows, codes) or (turn is not None and turn[2] % 128):
+    if count < wide_rows(len(codes)) or not serves(codes, tile.depth) or (turn is not None and turn[2] % 128):
         return _product(rows, codes, factors, tile, turn=turn)
     splits = 1 if whole(count, len(codes)) and not invariant else tile.splits
     wide = choose_wide(count, len(codes), splits, halves=turn is not None)

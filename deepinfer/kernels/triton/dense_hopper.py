@@ -5,6 +5,10 @@ three groups of four warps multiply 64 tokens each by the same 64 or 128 outputs
 its float32 sums while the tensor core works for the others, so that sums which are broken off every 128 or 256 values
 of K cost nothing. A program takes tiles one after the other: the next one is on its way while one is stored.
 
+Programs do not let the next kernel start ahead of time (`overlap.start_next`). Each fills its processor, so all of the
+next one's would pile up on the processors without a tile: with it, product and sum of the parts of 192 rows took 20 us,
+where the product alone takes 8 on 112 of 132 processors.
+
 The interpreter does not run Gluon; there, `dense._linear_kernel` does the same work. `dense_wide.py` launches.
 """
 
@@ -19,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 PIECE = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))  # 64 tokens or outputs x 128 values of K
 LEAVING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # 64 tokens x 64 outputs, bf16
@@ -170,8 +174,6 @@ def _multiply(
                 mbarrier.arrive(weights_empty.index((count + link) % STAGES))
             total += product
             count += CHAIN
-        if tile + gl.num_programs(0) >= tiling[0]:
-            gdc_launch_dependents()
         # Powers of two: where they are multiplied in changes no bit.
         token = token_start + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
         total *= gl.load(scale + token, mask=token < rows, other=0.0)[:, None]

@@ -46,10 +46,11 @@ def choose_wide(rows: int, outputs: int, splits: int, *, halves: bool = False) -
     return min(TILES[:2] if halves or outputs >= 128 * NUM_SMS else TILES, key=work)
 
 
-def serves(rows: Fp8Rows, codes: Tensor) -> bool:
-    """Whether they can be multiplied here: on a Hopper GPU (or compiled for one), transfers of whole 16 bytes."""
+def serves(codes: Tensor, depth: int) -> bool:
+    """Whether a weight [N, K] can be multiplied here: on a Hopper GPU (or compiled for one), in whole tiles. depth: as
+    `wide_product` takes it."""
     outputs, width = codes.shape
-    if INTERPRET.value or width < DEPTH or width % 16 or outputs < SIDE or outputs % 8:
+    if INTERPRET.value or width % depth or depth % DEPTH or outputs % (2 * SIDE):
         return False
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device)[0] == 9
 
