@@ -41,7 +41,7 @@ def choose_tile(rows: int, outputs: int, width: int) -> Tile:
         return Tile(128 if wide else 64, tokens, DEPTH, parts, 4, 8 if wide else 4)
     if outputs >= 128 * 32:
         return Tile(128, 128, DEPTH, 1, 4, 8)
-    return Tile(64, 128, DEPTH, 1, 4, 4)
+    return Tile(64, 64 if parts > 1 else 128, DEPTH, 1, 4, 4)  # of parts two sums are held at once
 
 
 @triton.jit(do_not_specialize=["rows"])  # one kernel for every number of rows
