@@ -47,7 +47,6 @@ class IndexPlan:
     rows: Tensor
     header: Tensor
     width: int
-    shared: bool
     passes: int
     units: int
     inside: bool
@@ -84,8 +83,7 @@ def plan_rows(
     together = chunks < n
     gathered = candidate_blocks is not None and not (together and max_entries <= WHOLE * 8 * candidate_blocks)
     offered = min(max_entries, 8 * (candidate_blocks or 0)) if gathered else max_entries
-    shared = not gathered and n > 16 * chunks
-    width = 1 if gathered or not together else SHARED if shared else TOGETHER
+    width = 1 if gathered or not together else SHARED if n > 16 * chunks else TOGETHER
     row_units = triton.cdiv(triton.cdiv(offered, UNIT), STORED) * STORED
     share = max(memory // (UNIT * 4), width * row_units)  # units of one pass, before the group that crosses its end
     passes = max(1, triton.cdiv(n * row_units, share))  # rows that see nothing are told so, too
@@ -112,7 +110,7 @@ def plan_rows(
         BLOCK=triton.next_power_of_2(max(n, 16)),
         num_warps=4 if n <= 512 else 16,
     )
-    return IndexPlan(rows, header, width, shared, passes, units, inside, gathered, offered, topk)
+    return IndexPlan(rows, header, width, passes, units, inside, gathered, offered, topk)
 
 
 @triton.jit
