@@ -78,7 +78,7 @@ def up(tokens: int, topk: int, exact: bool) -> Callable[[torch.device], Prepared
         matrix = random_matrix(2 * INNER, WIDTH, device)
         rows = quantize_for_experts(random_rows(tokens, WIDTH, device))
         ids, weights = random_ids(tokens, topk, device), torch.rand(tokens, topk, device=device)
-        plan = plan_experts(ids, EXPERTS, block_rows(ids.numel(), EXPERTS, exact=exact))
+        plan = plan_experts(ids, EXPERTS, block_rows(ids.numel(), EXPERTS))
 
         def expected(expert: int, slots: Tensor) -> Tensor:
             w1, w3 = (in_kernel_order(weight) for weight in unpair_rows(matrix.dense(expert)))
@@ -105,7 +105,7 @@ def down(tokens: int, topk: int, exact: bool) -> Callable[[torch.device], Prepar
         matrix = random_matrix(WIDTH, INNER, device)
         ids = random_ids(tokens, topk, device)
         rows = quantize_for_experts(random_rows(ids.numel(), INNER, device))
-        plan = plan_experts(ids, EXPERTS, block_rows(ids.numel(), EXPERTS, exact=exact))
+        plan = plan_experts(ids, EXPERTS, block_rows(ids.numel(), EXPERTS))
 
         def expected(expert: int, slots: Tensor) -> Tensor:
             return values(rows, plan.places[slots].long()) @ in_kernel_order(matrix.dense(expert)).t()

@@ -8,7 +8,8 @@ two ways:
 - chained: one sum over all of K, for many rows, where the additions cost time.
 
 Either way the order of the additions is that of K, whatever the tile, so a row's bits do not depend on the batch while
-the kind of sum stays the same.
+the kind of sum stays the same. Exact sums of more than 100 rows an expert are made by a kernel with roles for warps
+(`experts_hopper.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.triton.experts_hopper import BLOCK_ROWS, multiply_blocks
 from deepinfer.kernels.triton.experts_layout import BLOCK_K, ShuffledMatrix
 from deepinfer.kernels.triton.experts_plan import ExpertPlan
 from deepinfer.kernels.triton.experts_unpack import add_product
 from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.quantize import Fp8Rows, to_type
-from deepinfer.kernels.triton.runtime import NUM_SMS, launch
+from deepinfer.kernels.triton.runtime import INTERPRET, NUM_SMS, launch
 
 RESIDENT = 4 * NUM_SMS  # programs of the small tiles that run at once
 
@@ -40,24 +42,23 @@ class Tile(NamedTuple):
     registers: int | None = None  # of a thread, at most
 
 
-def block_rows(slots: int, experts: int, *, exact: bool = False) -> int:
-    """How many rows a block has where `slots` slots fall on `experts` experts (all of the layer): measured on an H200.
-    Exact sums stay at 64: with 128, two sums do not fit the registers (halves one after the other: 663 TFLOP/s at
-    4,096 x 8, against 716)."""
+def block_rows(slots: int, experts: int) -> int:
+    """How many rows a block has where `slots` slots fall on `experts` experts (all of the layer): measured on an
+    H200."""
     mean = slots / experts
     if mean <= 12:
         return 16
     if mean <= 24:
         return 32
-    return 64 if mean <= 100 or exact else 128
+    return 64 if mean <= 100 else BLOCK_ROWS
 
 
 def choose_tile(rows: int, *, exact: bool = False) -> Tile:
-    """The tile for blocks of `rows` rows."""
+    """The tile for blocks of `rows` rows. Exact sums of 128 come in two parts: two sums do not fit the registers."""
     if rows <= 32:
         return Tile(128, rows, 6, 4)
     if exact:
-        return Tile(128, rows, 3, 4)
+        return Tile(128, 64, 3, 4)
     return Tile(128, rows, 4, 4, registers=168 if rows == 64 else None)  # 168: three programs a processor
 
 
@@ -155,19 +156,23 @@ def _tile(
 @triton.jit
 def _experts_kernel(
     x, x_scale, codes, scales, factors, out, blocks, order, weights, limit, TOPK: tl.constexpr, UP: tl.constexpr,
-    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr,
-    SMALLER: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
+    EXACT: tl.constexpr, SMALLER: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """PARTS: tiles that a block's rows are cut into."""
     if not LATE:  # Few programs: those of the next launch would take places among them, and lie unevenly.
         start_next()
     wait_for_previous()
-    block = blocks + tl.program_id(0) // (OUTPUTS // ROWS) * 4
+    number = tl.program_id(0) // (OUTPUTS // ROWS)
+    block = blocks + number // PARTS * 4
     expert = tl.load(block)
     if expert < 0:
         return
     row = tl.program_id(0) % (OUTPUTS // ROWS) * ROWS
-    begin = tl.load(block + 1)
-    rows = tl.load(block + 2)
+    begin = tl.load(block + 1) + number % PARTS * SLOTS
+    rows = tl.load(block + 2) - number % PARTS * SLOTS
+    if PARTS > 1 and rows <= 0:
+        return
     if SMALLER > 0 and rows <= SMALLER:  # an expert's last rows: a smaller tile wastes less
         _tile(
             x, x_scale, codes, scales, factors, out, order, weights, limit, begin, rows, expert, row, TOPK, UP, WIDTH,
@@ -232,10 +237,14 @@ def _launch(
         raise ValueError(f"rows of {values.shape[1]} values for matrices with {matrix.columns} columns")
     if values.numel() >= 1 << 31:
         raise ValueError(f"{len(values)} rows of {values.shape[1]} values: places in them must fit 31 bits")
-    tile = choose_tile(plan.block_rows, exact=exact) if tile is None else tile
     if out is None:
         out = torch.empty(slots, matrix.rows // 2 if up else matrix.rows, dtype=torch.bfloat16, device=values.device)
-    programs = len(plan.blocks) * (matrix.rows // tile.weights)
+    if tile is None and exact and scale is not None and plan.block_rows == BLOCK_ROWS and not INTERPRET.value:
+        multiply_blocks(values, scale, matrix, plan, weights, limit, out, topk=topk, up=up)
+        return out
+    tile = choose_tile(plan.block_rows, exact=exact or wide) if tile is None else tile
+    parts = plan.block_rows // tile.rows
+    programs = len(plan.blocks) * parts * (matrix.rows // tile.weights)
     limited = {} if tile.registers is None else {"maxnreg": tile.registers}
     launch(
         _experts_kernel,
@@ -247,6 +256,7 @@ def _launch(
         OUTPUTS=matrix.rows,
         ROWS=tile.weights,
         SLOTS=tile.rows,
+        PARTS=parts,
         EXACT=exact,
         SMALLER=tile.rows // 2 if tile.rows >= 128 else 0,
         WIDE=wide,

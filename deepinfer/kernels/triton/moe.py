@@ -38,7 +38,7 @@ def routed_experts(
     are exact for any number of rows, and a row's bits do not depend on the batch; otherwise only up to 24 rows an
     expert on average. wide: activations stay bf16 (W4A16), which is more exact than the release.
     """
-    rows = block_rows(ids.numel(), bank.experts if total_experts is None else total_experts, exact=exact or wide)
+    rows = block_rows(ids.numel(), bank.experts if total_experts is None else total_experts)
     exact = exact or rows < 64  # there the additions are free
     if wide:
         plan = plan_experts(ids, bank.experts, rows, bank.first)

@@ -168,7 +168,15 @@ def test_rows_are_the_folded_ones_in_kernel_order(random: torch.Generator) -> No
 
 SIZES = (48, 2304, 5120) if ON_GPU else (3, 128, 256)
 TOKENS = (64, 700) if ON_GPU else (9,)
-TILES = [Tile(128, 16, 6, 4), Tile(128, 32, 6, 4), Tile(128, 64, 4, 4), Tile(128, 128, 4, 4)]
+# Rows of a block, and the tile; 128 rows in exact sums: in two parts, and (None) by the kernel with roles for warps.
+TILES = [
+    (16, Tile(128, 16, 6, 4)),
+    (32, Tile(128, 32, 6, 4)),
+    (64, Tile(128, 64, 4, 4)),
+    (128, Tile(128, 64, 3, 4)),
+    (128, Tile(128, 128, 4, 4)),
+    (128, None),
+]
 
 
 @pytest.fixture(scope="module")
@@ -197,19 +205,17 @@ def expected_parts(x: Tensor, ids: Tensor, weights: Tensor, bank: ShuffledBank, 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["W4A8", "W4A16"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "chained"])
-@pytest.mark.parametrize(
-    "tile", TILES if ON_GPU else [TILES[0], TILES[3]], ids=lambda tile: f"{tile.weights}x{tile.rows}"
-)
+@pytest.mark.parametrize(("rows", "tile"), TILES if ON_GPU else [TILES[0], TILES[3], TILES[4]])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_products_are_right_and_the_same_every_time(
-    random: torch.Generator, bank: ShuffledBank, tokens: int, tile: Tile, exact: bool, wide: bool
+    random: torch.Generator, bank: ShuffledBank, tokens: int, rows: int, tile: Tile | None, exact: bool, wide: bool
 ) -> None:
-    if tile.rows == 128 and (exact or wide):
+    if tile is not None and tile.rows == 128 and (exact or wide):
         pytest.skip("only chained sums over FP8 rows have tiles of 128")
     topk = 6 if ON_GPU else 2
     x, ids = activations(random, tokens, bank.width), choose(random, tokens, bank.experts, topk)
     weights = torch.rand(tokens, topk, generator=random).to(DEVICE)
-    plan = plan_experts(ids, bank.experts, tile.rows)
+    plan = plan_experts(ids, bank.experts, rows)
     act, out = expected_parts(x, ids, weights, bank, wide)
     seen = ~act[:, 0].isnan()
     tolerance = EXACT if exact else CHAINED
@@ -217,8 +223,9 @@ def test_products_are_right_and_the_same_every_time(
     for _ in range(3 if ON_GPU else 1):
         up = poisoned(ids.numel(), bank.inner, dtype=torch.bfloat16)
         down = poisoned(ids.numel(), bank.width, dtype=torch.bfloat16)
-        rows = x if wide else quantize_for_experts(x)
-        experts_up(rows, plan, weights, bank.up, LIMIT, exact=exact, tile=tile, out=up)
+        experts_up(
+            x if wide else quantize_for_experts(x), plan, weights, bank.up, LIMIT, exact=exact, tile=tile, out=up
+        )
         assert not up.isnan().any()
         assert relative_error(by_slot(up, plan)[seen], act[seen]) < 2 * tolerance  # two products and a rounded act
         between = act.float().bfloat16()[plan.order.long()].nan_to_num(0)  # so that errors do not add up
@@ -229,6 +236,23 @@ def test_products_are_right_and_the_same_every_time(
         assert relative_error(by_slot(down, plan)[seen], out[seen]) < tolerance
         first = (up, down) if first is None else first
         assert torch.equal(up, first[0]) and torch.equal(down, first[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [40, 384, 700, 2048])  # 5, 48, 88 and 256 rows an expert
+def test_warps_with_roles_give_the_same_bits(random: torch.Generator, bank: ShuffledBank, tokens: int) -> None:
+    x, ids = quantize_for_experts(activations(random, tokens, bank.width)), choose(random, tokens, bank.experts, 6)
+    ids[: tokens // 2, 0] = torch.where((ids[: tokens // 2] == 0).any(1), ids[: tokens // 2, 0], 0)  # one is crowded
+    weights = torch.rand(tokens, 6, generator=random).to(DEVICE)
+    plan, other = plan_experts(ids, bank.experts, 128), plan_experts(ids, bank.experts, 64)
+    act = experts_up(x, other, weights, bank.up, LIMIT, tile=TILES[2][1])
+    down = experts_down(quantize_for_experts(act), other, bank.down, tile=TILES[2][1])
+    for _ in range(3):
+        out = poisoned(ids.numel(), bank.inner, dtype=torch.bfloat16)
+        assert torch.equal(experts_up(x, plan, weights, bank.up, LIMIT, out=out), act)
+        out = poisoned(ids.numel(), bank.width, dtype=torch.bfloat16)
+        assert torch.equal(experts_down(quantize_for_experts(act), plan, bank.down, out=out), down)
 
 
 def test_a_row_does_not_depend_on_the_batch(random: torch.Generator, bank: ShuffledBank) -> None:
