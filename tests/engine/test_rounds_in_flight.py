@@ -191,19 +191,19 @@ def test_a_conversation_goes_on_from_the_window_that_a_round_left() -> None:
     """Its answer passed a multiple of 128 in rounds, with drafts accepted around it; the next turn computes nothing
     below it again."""
     made = RoundEngine(CHECKPOINT, MODEL, CONFIG, right=0.9)
-    prompt = list(text(4)[:120])
-    params = SamplingParams(temperature=0, max_tokens=150)
+    prompt = list(text(4)[:248])
+    params = SamplingParams(temperature=0, max_tokens=30)
     (answer,) = expected(prompt, params)
     made.engine.add_request("first", prompt, params)
     finish(made.engine)
     assert made.engine.pop_output("first").outputs[0].token_id == answer
-    again = prompt + answer + list(text(5)[:140])
+    again = prompt + answer + list(text(5)[:120])
     made.engine.add_request("second", again, GREEDY)
     finish(made.engine)
     output = made.engine.pop_output("second")
     assert [output.outputs[0].token_id] == expected(again, GREEDY)
     assert output.cached_tokens == 256 and output.metrics.replay_tokens == 0
-    assert made.behind.count(True) > 20
+    assert made.behind.count(True) > 4
     made.engine.close()
 
 
