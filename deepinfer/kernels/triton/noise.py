@@ -205,5 +205,5 @@ def noise_tiles(rows: int, vocab: int) -> dict[str, int]:
     which token is best does not depend on who looks."""
     if vocab < 4 * PART:
         part = max(32, triton.next_power_of_2(max(vocab // 4, 1)))
-        return {"PART": part, "PAIRS": 8, "PARTS": 2}
+        return {"PART": part, "PAIRS": min(PAIRS, part // 4), "PARTS": 2}
     return {"PART": PART, "PAIRS": PAIRS, "PARTS": PARTS if rows >= MANY else 1}

@@ -1,9 +1,9 @@
 """From a step's logits to its tokens in a few launches: the laws of `engine/target.py` without the host.
 
-Each row's logits are read once: by `noise.py` where every token is kept, else by `sampling_scan.py`, whose groups tell
-`truncation.py` what to read again where min_p, top_k or top_p drop tokens. `sampling_finish.py` puts a row's pieces
-together. A piece's size depends on the vocabulary alone, and no sum of floats depends on the order in which programs
-end: a row's token does not know its batch.
+Each row's logits are read once: by `noise.py` where a row draws from all tokens, else by `sampling_scan.py`, whose
+groups tell `truncation.py` what to read again where min_p, top_k or top_p drop tokens. `sampling_finish.py` puts a
+row's pieces together. A piece's size depends on the vocabulary alone, and no sum of floats depends on the order in
+which programs end: a row's token does not know its batch.
 
 What is equal to the plain path and what may not be: argmax, ties, masks, min_p, top_k and random words are equal, and a
 temperature divides with the same rounding all but always. Noise is right to a unit in the last place, and what top_p
@@ -24,7 +24,7 @@ from deepinfer.kernels.triton.overlap import OVERLAP
 from deepinfer.kernels.triton.runtime import launch
 from deepinfer.kernels.triton.sampling_finish import finish_kernel
 from deepinfer.kernels.triton.sampling_rows import RowLaws, group_size, piece_tiles
-from deepinfer.kernels.triton.sampling_scan import scan_kernel
+from deepinfer.kernels.triton.sampling_scan import group_scan_kernel, plain_scan_kernel
 from deepinfer.kernels.triton.truncation import draw_truncated
 
 
@@ -58,16 +58,14 @@ def sample(
     tops, sums = torch.empty(2, rows, pieces, device=device)
     words = (vocab + 31) // 32
     constraints = (keys, keys) if masks is None or mask_rows is None else (masks, mask_rows)
-    grid = (pieces, rows)
     out = Sampled(
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty(rows, device=device),
         torch.empty(rows, dtype=torch.bool, device=device),
     )
     noisy, cut = laws is not None and drawn, laws is not None and drawn and truncated
-    masked, group, chosen = masks is not None, group_size(vocab), ids
+    masked, chosen = masks is not None, ids
     law: tuple[Tensor, ...] = (ids, ids, tops, ids, tops, tops, ids, ids)  # nobody's
-    bests, weights, queue = tops, tops, ids
     found: tuple[Tensor, ...] = (tops, tops, tops, tops, ids)
     part = 32
     if noisy:
@@ -75,16 +73,19 @@ def sample(
         law = laws[:8]
         part = noise_tiles(rows, vocab)["PART"]
         found = _whole_rows(logits, law, constraints, masked, noise_tiles(rows, vocab))
-    if cut:
-        queue = torch.empty(1 + rows, dtype=torch.int32, device=device)
-        bests, weights = torch.empty(2, rows, pieces * tiles["PIECE"] // group, device=device)
     launch(
-        scan_kernel, grid, logits, *constraints, law[0], *law[2:6], keys, ids, tops, sums, bests, weights, queue,
-        stride, vocab, pieces, words, MASKED=masked, DRAWN=noisy, TRUNCATED=cut, GROUP=group if cut else 4,
-        **tiles, **OVERLAP,
+        plain_scan_kernel, (pieces, rows), logits, *constraints, law[0], law[2], keys, ids, tops, sums, stride, vocab,
+        pieces, words, MASKED=masked, DRAWN=noisy, **tiles, **OVERLAP,
     )  # fmt: skip
     if cut:
         assert laws is not None
+        group = group_size(vocab)
+        queue = torch.empty(1 + rows, dtype=torch.int32, device=device)
+        bests, weights = torch.empty(2, rows, pieces * tiles["PIECE"] // group, device=device)
+        launch(
+            group_scan_kernel, (pieces, rows), logits, *constraints, law[0], *law[2:6], keys, ids, tops, sums, bests,
+            weights, queue, stride, vocab, pieces, words, MASKED=masked, GROUP=group, **tiles, **OVERLAP,
+        )  # fmt: skip
         chosen = draw_truncated(logits, laws, keys, ids, bests, weights, queue, masks, mask_rows)
     count = found[0].shape[1], found[3].shape[1]
     launch(

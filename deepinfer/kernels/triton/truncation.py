@@ -204,7 +204,7 @@ def draw_truncated(
     launch(
         threshold_kernel, (rows,), laws.slots, *parameters, keys, ids, bests, weights, hits, numbers, counts, lows,
         tails, vocab, pieces, PIECES=common["PIECES"], **parts, CAPACITY=capacity,
-        COLLECTORS=COLLECTORS, num_warps=16, **OVERLAP,
+        COLLECTORS=COLLECTORS, num_warps=8, **OVERLAP,
     )  # fmt: skip
     launch(
         collect_kernel, (COLLECTORS, rows), logits, *constraints, laws.slots, *parameters, keys, ids, hits, numbers,

@@ -143,14 +143,17 @@ def test_greedy_rows_alone_and_rows_that_drop_nothing_need_fewer_launches() -> N
 
 
 def test_a_row_does_not_know_its_batch() -> None:
-    kinds, logits = [KINDS[i] for i in (1, 4, 6)], random_logits(3, 5)
-    state = SamplingState(3, VOCAB, device=DEVICE)
+    kinds, logits = [KINDS[i] for i in (1, 4, 6, 0)], random_logits(4, 5)
+    state = SamplingState(4, VOCAB, device=DEVICE)
     state.admit([Admission(i, np.array([1], np.int32), 1, p, 5 + i) for i, p in enumerate(kinds)])
-    laws = laws_of(state, np.array([9, 9, 9]))
+    laws = laws_of(state, np.array([9, 9, 9, 9]))
     together = sample(logits, laws)
-    alone = sample(logits[1:2], laws._replace(slots=laws.slots[1:2], positions=laws.positions[1:2]))
-    assert alone.token_ids.item() == together.token_ids[1].item()
-    assert alone.logprobs.item() == together.logprobs[1].item()
+    promised: list[tuple[int, dict[str, Any]]] = [(0, {"truncated": False}), (1, {}), (2, {}), (3, {"drawn": False})]
+    for row, promises in [*promised, (3, {"truncated": False})]:
+        own = slice(row, row + 1)
+        alone = sample(logits[own], laws._replace(slots=laws.slots[own], positions=laws.positions[own]), **promises)
+        assert alone.token_ids.item() == together.token_ids[row].item()
+        assert alone.logprobs.item() == together.logprobs[row].item()
 
 
 def test_masks_forbid_and_a_row_with_nothing_left_keeps_its_constraint() -> None:
