@@ -24,8 +24,8 @@ _MIXES = tl.constexpr(MIXES)
 
 def split_fn(fn: Tensor) -> Tensor:
     """fn float32 [4 * D, 24] -> bfloat16 [D / 64, 72, 256]: by chunk of 64 columns, all four copies of them side by
-    side; rows 0 .. 47 are the first two parts as `load_parts` wants them, 48 .. 71 the third. The sum of all three is
-    fn, up to 2^-24 of each value."""
+    side, and an even number of chunks, the last one zeros if need be; rows 0 .. 47 are the first two parts as
+    `load_parts` wants them, 48 .. 71 the third. The sum of all three is fn, up to 2^-24 of each value."""
     if fn.shape[0] % (COPIES * CHUNK):
         raise ValueError(f"fn of {fn.shape[0]} columns: these kernels take 4 copies and widths in steps of {CHUNK}")
     rest = fn.t()  # [24, 4 * D]
@@ -36,7 +36,7 @@ def split_fn(fn: Tensor) -> Tensor:
     upper = torch.stack(parts[:2]).unflatten(1, (3, 8)).transpose(0, 1).flatten(0, 2)  # row 16 i + 8 h + j
     rows = torch.cat((upper, parts[2]))  # [72, 4 * D]
     chunks = rows.unflatten(1, (COPIES, -1, CHUNK)).permute(2, 0, 1, 3)  # [D / 64, 72, 4, 64]
-    return chunks.flatten(2).contiguous()
+    return torch.nn.functional.pad(chunks.flatten(2), (0, 0, 0, 0, 0, len(chunks) % 2)).contiguous()
 
 
 def fn_parts(w: HyperWeights) -> Tensor:
@@ -64,16 +64,13 @@ def load_parts(fn, chunk, K: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def times_parts(upper, lower, n0, n1, n2, n3, M: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
-    """fn times a chunk of all four copies [M, K / 4] -> [4, 8, M] (24 mixes, 8 zeros). The stream is the N side of
-    wgmma: only there may it be computed and yet lie in shared memory, which leaves it in a layout that loads and stores
-    16 bytes."""
+def add_parts(acc, upper, lower, n0, n1, n2, n3, M: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+    """acc [64, M] and fn times a chunk of all four copies [M, K / 4]. The stream is the N side of wgmma: only there may
+    it be computed and yet lie in shared memory, which leaves it in a layout that loads and stores 16 bytes."""
     both = tl.join(tl.join(n0, n1), tl.join(n2, n3))  # [M, C, 2, 2]: copy 2 b + a at [a, b]
     n = tl.trans(tl.reshape(tl.permute(both, (0, 3, 2, 1)), (M, K)))
     if INTERPRET:
         upper, lower, n = upper.to(tl.float32), lower.to(tl.float32), n.to(tl.float32)
-    acc = tl.zeros((64, M), tl.float32)
     if PARTS == 3:
         acc = tl.dot(lower, n, acc)
-    acc = tl.dot(upper, n, acc)
-    return tl.sum(tl.reshape(acc, (4, 2, 8, M)), axis=1)
+    return tl.dot(upper, n, acc)

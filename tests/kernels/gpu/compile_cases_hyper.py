@@ -61,7 +61,7 @@ CASES: dict[str, Callable[[], None]] = {
         f"hyper_step {rows}{' updated' if updated else ''}": lambda rows=rows, updated=updated: step(
             rows, updated=updated
         )
-        for rows in (64, 384, 4096)
+        for rows in (64, 192, 384, 4096)
         for updated in (False, True)
     },
     "hyper_expand": lambda: [hyper.hyper_expand(bf16(64, 4, D), bf16(64, D), empty(64, 4), empty(64, 4, 4)), None][1],

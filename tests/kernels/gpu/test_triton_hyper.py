@@ -9,7 +9,8 @@ from twins import DEVICE, relative_error
 from deepinfer.kernels.layer_weights import HyperWeights
 from deepinfer.kernels.reference import hyper as reference
 from deepinfer.kernels.reference.norm import rms_norm
-from deepinfer.kernels.triton import hyper, hyper_parts
+from deepinfer.kernels.triton import hyper, hyper_parts, hyper_step
+from deepinfer.kernels.triton.hyper_step import Plan
 from deepinfer.kernels.triton.quantize import quantize_rows
 
 ON_GPU = DEVICE.type == "cuda"
@@ -17,7 +18,7 @@ EPS, NORM_EPS = 1e-6, 1e-20
 ULP = 2.0**-7  # of bfloat16, relative to a value's power of two; the interpreter truncates where hardware rounds
 # of coefficients, by the parts of fn: measured 6e-6 and 1e-6 at most
 TOLERANCE = {2: 1.5e-5, 3: 3e-6}
-WIDTHS = [5120] if ON_GPU else [64, 704]  # 704: eleven chunks, a group of ten and a group of one
+WIDTHS = [5120] if ON_GPU else [64, 704]  # 704: eleven chunks, six units, six groups of one; the last half empty
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -65,7 +66,7 @@ def exact_coefficients(stream: torch.Tensor, w: HyperWeights) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", [1, 65, 600, 4097] if ON_GPU else [3])
+@pytest.mark.parametrize("rows", [1, 65, 130, 384, 600, 4097] if ON_GPU else [3])
 @pytest.mark.parametrize("updated", [True, False])
 @pytest.mark.parametrize("split", [2, 3])
 def test_a_step_equals_the_reference(
@@ -92,7 +93,7 @@ def test_the_product_is_as_good_as_float32(width: int = WIDTHS[0]) -> None:
     """Large mixes that nothing squashes: scale 0 leaves no other error, so look at the parts of fn themselves."""
     fn = weights(width).fn
     parts = hyper_parts.split_fn(fn).double().unflatten(2, (4, 64))  # [chunks, 72, 4, 64]
-    parts = parts.permute(1, 2, 0, 3).flatten(1)  # [72, 4 * width]
+    parts = parts[: width // 64].permute(1, 2, 0, 3).flatten(1)  # [72, 4 * width], without what fills a unit
     first, second = parts[:48].unflatten(0, (3, 2, 8)).unbind(1)
     whole = first.flatten(0, 1) + second.flatten(0, 1) + parts[48:]
     assert relative_error(whole.t(), fn) < 2.0**-24
@@ -100,26 +101,47 @@ def test_the_product_is_as_good_as_float32(width: int = WIDTHS[0]) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS[-1:])
 def test_a_row_does_not_depend_on_the_others(width: int) -> None:
-    """Nor on whether parts or groups of columns leave the kernel."""
-    rows = 1200 if ON_GPU else 66
+    """Nor on the layout of programs that a number of rows has."""
+    rows = 1200 if ON_GPU else 34
     w = weights(width)
     old, (y, post, comb), pre = inputs(rows, width)
-    whole = hyper.hyper_step(old, (y, post, comb), pre, w)
-    counts = [1, 5, 64, 511, 513] if ON_GPU else [2]
+    whole, codes = hyper.hyper_step_quantized(old, (y, post, comb), pre, w)
+    counts = [1, 5, 64, 97, 193, 385] if ON_GPU else [2]
     for count in counts:
         some = slice(rows - count, rows)
-        part = hyper.hyper_step(old[some], (y[some], post[some], comb[some]), pre[some], w)
-        for got, expected in zip(part, whole, strict=True):
-            assert torch.equal(got, expected[some])
+        part, its = hyper.hyper_step_quantized(old[some], (y[some], post[some], comb[some]), pre[some], w)
+        for got, expected in zip((*part, *its), (*whole, *codes), strict=True):
+            assert torch.equal(got.float(), expected[some].float())
 
 
-def test_groups_or_parts_leave_the_same_bits(monkeypatch: pytest.MonkeyPatch, width: int = WIDTHS[-1]) -> None:
+PLANS = [Plan(16, 1, 4, 1), Plan(16, 2, 4, 1), Plan(32, 0, 4, 1)]
+
+
+@pytest.mark.parametrize("width", [1152] if not ON_GPU else WIDTHS)  # 1152: nine units, groups of two and one of one
+def test_every_layout_leaves_the_same_bits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 37 if ON_GPU else 3
+    w = weights(width)
+    old, update, pre = inputs(rows, width)
+    found = []
+    for plan in PLANS:
+        monkeypatch.setattr(hyper_step, "plan", lambda rows, plan=plan: plan)
+        step, codes = hyper.hyper_step_quantized(old, update, pre, w)
+        found.append((*step, *codes))
+    for other in found[1:]:
+        for got, expected in zip(other, found[0], strict=True):
+            assert torch.equal(got.float(), expected.float())
+
+
+def test_steps_follow_each_other(width: int = WIDTHS[0]) -> None:
+    """Programs that wait for each other leave nothing behind that the next launch would stumble over."""
     w = weights(width)
     old, update, pre = inputs(3, width)
-    fine = hyper.hyper_step(old, update, pre, w)
-    monkeypatch.setattr("deepinfer.kernels.triton.hyper_finish.MOST_FINE_ROWS", 0)
-    for got, expected in zip(hyper.hyper_step(old, update, pre, w), fine, strict=True):
-        assert torch.equal(got, expected)
+    first = hyper.hyper_step(old, update, pre, w)
+    for rows in (3, 1, 3):
+        for got, expected in zip(
+            hyper.hyper_step(old[:rows], tuple(part[:rows] for part in update), pre[:rows], w), first, strict=True
+        ):
+            assert torch.equal(got, expected[:rows])
 
 
 def test_equal_copies_and_a_one_hot_pre_need_no_path_of_their_own(width: int = WIDTHS[0]) -> None:
