@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from round_engines import RoundEngine
 
+from deepinfer.cache.host_memory import WindowArena
 from deepinfer.config import EngineConfig
 from deepinfer.engine.errors import EngineStepError
 from deepinfer.engine.sampling_params import SamplingParams
@@ -188,23 +189,43 @@ def test_the_same_at_length(changes) -> None:
 
 
 def test_a_conversation_goes_on_from_the_window_that_a_round_left() -> None:
-    """Its answer passed a multiple of 128 in rounds, with drafts accepted around it; the next turn computes nothing
-    below it again."""
-    made = RoundEngine(CHECKPOINT, MODEL, CONFIG, right=0.9)
-    prompt = list(text(4)[:248])
-    params = SamplingParams(temperature=0, max_tokens=30)
+    """Its answer passed a multiple of 128 in rounds, with drafts accepted around it. The next turn computes nothing
+    below it again; what it finds there are the bits that the runner's own path leaves."""
+    prompt, params = list(text(4)[:236]), SamplingParams(temperature=0, max_tokens=40)
     (answer,) = expected(prompt, params)
-    made.engine.add_request("first", prompt, params)
-    finish(made.engine)
-    assert made.engine.pop_output("first").outputs[0].token_id == answer
-    again = prompt + answer + list(text(5)[:120])
-    made.engine.add_request("second", again, GREEDY)
-    finish(made.engine)
-    output = made.engine.pop_output("second")
-    assert [output.outputs[0].token_id] == expected(again, GREEDY)
-    assert output.cached_tokens == 256 and output.metrics.replay_tokens == 0
-    assert made.behind.count(True) > 4
-    made.engine.close()
+    again = prompt + answer + list(text(5)[:136])
+    left: list[list[tuple[int, torch.Tensor]]] = []
+    for rounds in (True, False):
+        made = RoundEngine(CHECKPOINT, MODEL, CONFIG, right=0.9)
+        windows = made.runner.storage.stored_windows
+        left.append(_saved(windows))
+        if not rounds:
+            made.runner.rounds = None
+        made.engine.add_request("first", prompt, params)
+        finish(made.engine)
+        assert made.engine.pop_output("first").outputs[0].token_id == answer
+        made.engine.add_request("second", again, GREEDY)
+        finish(made.engine)
+        output = made.engine.pop_output("second")
+        assert [output.outputs[0].token_id] == expected(again, GREEDY)
+        assert output.cached_tokens == 256 and output.metrics.replay_tokens == 0
+        assert made.behind.count(True) > 4 or not rounds
+        made.engine.close()
+    (boundary, rows), *_ = left[0]
+    assert boundary == left[1][0][0] == 256
+    assert torch.equal(rows, left[1][0][1])
+
+
+def _saved(windows: WindowArena) -> list[tuple[int, torch.Tensor]]:
+    """Boundary and rows of every window that will be stored."""
+    saved, save = [], windows.save
+
+    def kept(slot: int, boundary: int, entry: int) -> None:
+        save(slot, boundary, entry)
+        saved.append((boundary, windows.rows[entry].clone()))
+
+    windows.save = kept  # type: ignore[method-assign]
+    return saved
 
 
 def test_a_sequence_that_gives_its_blocks_up_while_its_round_is_in_flight_goes_on_where_it_stood() -> None:
