@@ -28,6 +28,7 @@ from deepinfer.kernels.triton.sampling import sample
 from deepinfer.kernels.triton.sampling_rows import RowLaws
 
 VOCAB, RANK, DRAFTS = 129280, 256, 5
+CHECKED = 32  # rows that the CPU draws, too
 KINDS = {
     "greedy": SamplingParams(temperature=0),
     "temperature": SamplingParams(temperature=0.8),
@@ -62,7 +63,7 @@ def draw_case(name: str, rows: int, scale: float = 0.0) -> KernelCase:
     params = KINDS[name]
 
     def make(device: torch.device) -> Prepared:
-        state, columns = slots_of(params, rows, device)
+        _, columns = slots_of(params, rows, device)
         laws = laws_of(columns, rows, device)
         copies = range(copies_beyond_cache(4 * rows * VOCAB))
         inputs = [
@@ -71,10 +72,12 @@ def draw_case(name: str, rows: int, scale: float = 0.0) -> KernelCase:
         drawn, truncated = not params.greedy, params.truncated
 
         def check() -> float:
-            out = sample(inputs[0], laws, drawn=drawn, truncated=truncated)
-            expected = choose(inputs[0], np.arange(rows), np.arange(rows) * 3 + 5, state)
-            near = torch.allclose(out.logprobs, expected.logprobs, atol=2e-5)
-            return 0.0 if torch.equal(out.token_ids, expected.token_ids) and near else 1.0
+            """Against the sampler on the CPU: on a GPU it asks the very kernel that is measured."""
+            out, first = sample(inputs[0], laws, drawn=drawn, truncated=truncated), min(rows, CHECKED)
+            plain, _ = slots_of(params, first, torch.device("cpu"))
+            expected = choose(inputs[0][:first].cpu(), np.arange(first), np.arange(first) * 3 + 5, plain)
+            near = torch.allclose(out.logprobs[:first].cpu(), expected.logprobs, atol=2e-5)
+            return 0.0 if torch.equal(out.token_ids[:first].cpu(), expected.token_ids) and near else 1.0
 
         return Prepared(
             lambda copy: sample(inputs[copy], laws, drawn=drawn, truncated=truncated), len(inputs), check, 0.5

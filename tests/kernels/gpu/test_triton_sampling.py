@@ -20,7 +20,6 @@ from deepinfer.engine.sampling_state import DRAWN, SamplingState
 from deepinfer.kernels.philox import philox, uniforms_float32
 from deepinfer.kernels.random_streams import Stream, gumbel
 from deepinfer.kernels.reference.masks import constrain_rows
-from deepinfer.kernels.triton import truncation
 from deepinfer.kernels.triton.philox import gumbel_ids, gumbel_of, philox_words, unit_interval
 from deepinfer.kernels.triton.runtime import INTERPRET, launch
 from deepinfer.kernels.triton.sampling import sample
@@ -46,10 +45,10 @@ KINDS = [
 def both(logits: Tensor, kinds: Sequence[SamplingParams], **promises: Any) -> Chosen:
     """Draws with both; -> the sampler's, where tokens and what is valid were compared."""
     rows, vocab = logits.shape
-    state = SamplingState(rows, vocab, device=DEVICE)
-    state.admit([Admission(i, np.array([1, 2], np.int32), 2, p, 2**40 * i + 77) for i, p in enumerate(kinds)])
-    positions = np.arange(rows) * 3 + 5
-    expected = choose(logits, np.arange(rows), positions, state)
+    admissions = [Admission(i, np.array([1, 2], np.int32), 2, p, 2**40 * i + 77) for i, p in enumerate(kinds)]
+    state, positions = SamplingState(rows, vocab, device=DEVICE), np.arange(rows) * 3 + 5
+    state.admit(admissions)
+    expected = plainly_chosen(logits, positions, admissions)
     out = sample(logits, laws_of(state, positions), **promises)
     assert out.valid.tolist() == expected.valid.tolist()
     fine = expected.valid
@@ -58,6 +57,14 @@ def both(logits: Tensor, kinds: Sequence[SamplingParams], **promises: Any) -> Ch
     # The sum of exponentials has another order: 1e-6 of its logarithm.
     assert torch.allclose(out.logprobs[fine], expected.logprobs[fine], atol=2e-5, rtol=1e-6)
     return expected
+
+
+def plainly_chosen(logits: Tensor, positions: np.ndarray, admissions: Sequence[Admission]) -> Chosen:
+    """What the sampler chooses on the CPU: on a GPU it asks the very kernel that is tested."""
+    rows, vocab = logits.shape
+    state = SamplingState(rows, vocab)
+    state.admit(list(admissions))
+    return Chosen(*(x.to(DEVICE) for x in choose(logits.cpu(), np.arange(rows), positions, state)))
 
 
 def laws_of(state: SamplingState, positions: np.ndarray) -> RowLaws:
@@ -103,31 +110,6 @@ def test_any_vocabulary(vocab: int) -> None:
     both(random_logits(3, vocab, vocab=vocab), [KINDS[0], KINDS[1], KINDS[4]])
 
 
-LONG = 500 if INTERPRET.value else VOCAB
-
-
-@pytest.mark.parametrize("scale", [0.5, 3.0])
-def test_rows_that_keep_thousands_need_no_search_over_all_their_logits(
-    scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(truncation, "launch", all_but_cut)
-    keep = LONG * 6 // 7
-    kinds = [
-        SamplingParams(top_p=0.95),
-        SamplingParams(top_p=0.8, temperature=0.7),
-        SamplingParams(min_p=0.0001),
-        SamplingParams(top_k=keep),
-        SamplingParams(top_p=0.999, min_p=0.01),
-        SamplingParams(top_k=3),
-    ]
-    both(random_logits(len(kinds), 8, scale, LONG), kinds)
-
-
-def all_but_cut(kernel: Any, *args: Any, **options: Any) -> None:
-    if kernel is not truncation.cut_kernel:
-        launch(kernel, *args, **options)
-
-
 def test_logits_far_above_their_neighbours_and_scores_too_close_to_tell_apart() -> None:
     logits = torch.full((4, VOCAB), -5000.0, device=DEVICE)
     logits[:, 40] = 3.0
@@ -169,13 +151,13 @@ def test_masks_forbid_and_a_row_with_nothing_left_keeps_its_constraint() -> None
     logits[1, (masks[1, 0] & 1 == 0).long()] = torch.nan  # id 0 or 1: a NaN that counts, or one that is forbidden
     mask_rows = torch.tensor([0, 1, -1, 2, 3, 5, 4, -1], device=DEVICE)
     kinds = [KINDS[i] for i in (0, 1, 1, 4, 3, 0, 6, 4)]
-    state = SamplingState(rows, VOCAB, device=DEVICE)
-    state.admit([Admission(i, np.array([1, 2], np.int32), 2, p, 900 + i) for i, p in enumerate(kinds)])
-    positions = np.arange(rows)
+    admissions = [Admission(i, np.array([1, 2], np.int32), 2, p, 900 + i) for i, p in enumerate(kinds)]
+    state, positions = SamplingState(rows, VOCAB, device=DEVICE), np.arange(rows)
+    state.admit(admissions)
     changed = logits.clone()
     own = (mask_rows >= 0).nonzero()[:, 0]
     constrain_rows(changed, logits, own, masks[mask_rows[own]])
-    expected = choose(changed, np.arange(rows), positions, state)
+    expected = plainly_chosen(changed, positions, admissions)
     out = sample(logits, laws_of(state, positions), masks=masks, mask_rows=mask_rows)
     assert out.valid.tolist() == expected.valid.tolist()
     fine = expected.valid
