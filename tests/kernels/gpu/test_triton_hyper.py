@@ -132,12 +132,14 @@ def test_every_layout_leaves_the_same_bits(width: int, monkeypatch: pytest.Monke
             assert torch.equal(got.float(), expected.float())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="programs of the interpreter run one after the other and never wait")
 def test_steps_follow_each_other(width: int = WIDTHS[0]) -> None:
     """Programs that wait for each other leave nothing behind that the next launch would stumble over."""
     w = weights(width)
-    old, update, pre = inputs(3, width)
+    old, update, pre = inputs(600, width)
     first = hyper.hyper_step(old, update, pre, w)
-    for rows in (3, 1, 3):
+    for rows in (600, 3, 384, 60, 600):
         for got, expected in zip(
             hyper.hyper_step(old[:rows], tuple(part[:rows] for part in update), pre[:rows], w), first, strict=True
         ):
