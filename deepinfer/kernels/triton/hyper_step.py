@@ -178,8 +178,8 @@ class Plan(NamedTuple):
 
 def plan(rows: int) -> Plan:
     """A row has the same bits in all of them. Three times 40 programs of `_columns_kernel` are one for (almost) every
-    processor. On an H200, with fn read anew for every tile, programs of 16 rows and 4 warps took 11.0 us for 64 rows
-    where 32 rows and 8 warps took 12.4; 120 programs 23.7 us for 384 rows (two launches of before: 13.0 and 36.0)."""
+    processor. Not timed yet as they are. A version that read fn anew for every tile took 11.0 us for 64 rows on an H200
+    (16 rows and 4 warps; 32 and 8 took 12.4) and 23.7 for 384; two launches took 13.0 and 36.0."""
     if rows <= 96:
         return Plan(16, 1, 4, 1)
     if rows <= 192:
