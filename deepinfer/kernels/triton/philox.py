@@ -69,13 +69,6 @@ def pair_uniforms(pairs, positions, stream, slot, key_low, key_high):
 
 
 @triton.jit
-def gumbel_pairs(pairs, positions, stream, slot, key_low, key_high):
-    """Noise of the vocabulary ids 2 * pair and 2 * pair + 1: two float32 tensors. pairs int32."""
-    even, odd = pair_uniforms(pairs, positions, stream, slot, key_low, key_high)
-    return gumbel_of(even), gumbel_of(odd)
-
-
-@triton.jit
 def gumbel_ids(ids, positions, stream, slot, key_low, key_high):
     """Noise of vocabulary ids int32 in any order."""
     w0, w1, w2, w3 = philox_words((ids >> 1).to(tl.uint32), slot, positions, stream, key_low, key_high)

@@ -16,6 +16,7 @@ NOT_A_NUMBER = tl.constexpr(2**31 - 1)  # the key of NaN, above that of infinity
 NO_ID = tl.constexpr(2**31 - 1)
 PIECE, STRIP = 16384, 1024  # ids that a program looks at, in all and at once: 8 a thread
 WARPS = 4
+GROUP = 32
 
 
 class RowLaws(NamedTuple):
@@ -46,14 +47,17 @@ def key_value(key):
 
 
 @triton.jit
+def quick_exp2(x):
+    """2^x of float32, as `quick_exp`."""
+    if INTERPRET:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def quick_exp(x):
     """exp of float32, right to 2^-22 like `tl.exp`; 0 below 2^-126, without the steps that save denormal numbers."""
-    scaled = x * 1.4426950408889634
-    if INTERPRET:
-        return tl.exp2(scaled)
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [scaled], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return quick_exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -79,6 +83,24 @@ def best_of_pieces(keys, ids, row, pieces, PIECES: tl.constexpr):
 
 
 @triton.jit
+def row_law(slots, temperature, top_k, top_p, log_min_p, row, vocab):
+    """slot, temperature, tokens that top_k leaves, top_p, log min_p, whether the row may drop tokens."""
+    slot = tl.load(slots + row)
+    heat, k = tl.load(temperature + slot), tl.load(top_k + slot)
+    p, least = tl.load(top_p + slot), tl.load(log_min_p + slot)
+    k = tl.where((k > 0) & (k < vocab), k, vocab).to(tl.int32)
+    cuts = (heat > 0) & ((tl.load(top_k + slot) > 0) | (p < 1) | (least > -INFINITY))
+    return slot, heat, k, p, least, cuts
+
+
+@triton.jit
+def keeps_all(slot, temperature, top_k, top_p, log_min_p):
+    """Whether a slot's rows are drawn from all tokens."""
+    whole = (tl.load(top_k + slot) == 0) & (tl.load(top_p + slot) >= 1) & (tl.load(log_min_p + slot) == -INFINITY)
+    return (tl.load(temperature + slot) > 0) & whole
+
+
+@triton.jit
 def tempered(z, best, temperature):
     """(z - best) / temperature: measured from the row's best, a tiny temperature cannot overflow. Rounded as a division
     all but always (Markstein: product with the reciprocal, and one correction), at a third of its price."""
@@ -99,3 +121,8 @@ def piece_tiles(vocab: int) -> dict[str, int]:
         return {"PIECE": PIECE, "STRIP": STRIP, "num_warps": WARPS}
     piece = max(32, triton.next_power_of_2(max(vocab // 4, 1)))
     return {"PIECE": piece, "STRIP": max(16, piece // 2), "num_warps": WARPS}
+
+
+def group_size(vocab: int) -> int:
+    """Neighbouring ids whose best is kept together: a cache line of logits."""
+    return GROUP if vocab >= PIECE else 4

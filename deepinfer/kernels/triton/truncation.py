@@ -1,12 +1,15 @@
 """min_p, top_k and top_p on the device, with the borders of `engine/truncation.py`, without sorting.
 
 What a row keeps is a prefix of the order (logit descending, id ascending), so a smallest logit and, among its equals, a
-largest id say it all. Four launches:
+largest id say it all. Launches behind the scan, which has left each group's largest logit and weight:
 
-levels       counts tokens, or sums their exponentials, above LEVELS logits below the row's best: which of them is
-             surely below the border;
-collect      lists the tokens above that one, a few thousand of a peaked row, and sums the others for top_p;
-short, cut   one program a row: which of the list stay, then the best of logit / temperature + noise.
+threshold    one program a row: a logit that is as good as surely below the border, from the groups alone, and the
+             groups whose best is above;
+collect      reads only those, lists their tokens above it, a few hundred of a peaked row, and sums others for top_p;
+settle       one program a row: whether the list holds the border, which of it stay, the best of logit / temperature +
+             noise;
+long         rows with more tokens than a list holds, or a threshold that was too high (truncation_long.py);
+cut          what is left over: such rows with both top_k and top_p, or thousands of equal logits at the border.
 
 Sums over a list are whole numbers of 2^-45, so they do not depend on its order; exponentials there are right to 1e-11.
 Those of the tokens outside are float32 (1e-7), at most 1 - top_p of the whole.
@@ -19,113 +22,154 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.triton.overlap import OVERLAP, start_next, wait_for_previous
 from deepinfer.kernels.triton.runtime import launch
 from deepinfer.kernels.triton.sampling_rows import (
     INFINITY,
     NO_ID,
     RowLaws,
     best_of_pieces,
+    group_size,
     key_value,
     masked_logits,
     piece_tiles,
     quick_exp,
+    row_law,
     tempered,
 )
-from deepinfer.kernels.triton.truncation_cut import cut_kernel, row_law
-from deepinfer.kernels.triton.truncation_short import short_kernel
+from deepinfer.kernels.triton.truncation_cut import cut_kernel
+from deepinfer.kernels.triton.truncation_long import draw_long
+from deepinfer.kernels.triton.truncation_short import settle_kernel
 
-LEVELS = 8  # the last one is the sum of all
-CAPACITY = 16384  # of a row's list; a row with more is read from its logits again and again: right, and slow
-MARGIN = tl.constexpr(1.0001)  # float32 sums of 2^17 terms in a tree are right to 1e-5
-SHORT = 1024  # candidates that are compared with each other
-CUT_STRIP, CUT_WARPS = 512, 8  # of the last launches: few enough registers for two or three rows on a multiprocessor
+CAPACITY = 4096  # of a row's list, which `settle` holds in registers
+SHORT = 1024  # most lists are shorter than this
+MOST = tl.constexpr(0.55)  # of the groups: 0.8 tokens above the threshold each where all are alike
+CUT_STRIP, CUT_WARPS = 512, 8
+COLLECTORS = 8  # programs a row that list
 
 
 @triton.jit
-def _bounds(level, keys, row, pieces, heat, p, k, vocab, PIECES: tl.constexpr, LEVELS: tl.constexpr):
-    """Distances below a row's best, over the temperature. top_k: growing by 1.45, from a quarter of how far the worst
-    piece's best is below the best. top_p: closest at the top, down to where all of the vocabulary together weighs
-    1 - p, below which no border can be."""
-    at = tl.arange(0, PIECES)
-    key = tl.load(keys + row * pieces + at, mask=at < pieces, other=NO_ID)
-    top = key_value(tl.max(tl.where(at < pieces, key, -NO_ID), axis=0))
-    spread = top - key_value(tl.min(key, axis=0))
-    unit = tl.where(spread < 1e30, tl.maximum(spread * 0.25, 0.9), 0.9)
-    share = (level + 1) / (LEVELS - 1.0)
-    reach = tl.log(tl.maximum(1 - p, 1e-7) / vocab)
-    return tl.where(k < vocab, -unit * tl.exp2(level * 0.5360529) / heat, reach * share * tl.sqrt(share))
+def _sum_of_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
-@triton.jit(do_not_specialize=["pieces", "words"])
-def _levels_kernel(
-    logits, masks, mask_rows, slots, temperature, top_k, top_p, log_min_p, keys, ids, levels, stride, vocab, pieces,
-    words, MASKED: tl.constexpr, PIECES: tl.constexpr, LEVELS: tl.constexpr, STRIP: tl.constexpr, PIECE: tl.constexpr,
+@triton.jit(do_not_specialize=["pieces"])
+def threshold_kernel(
+    slots, temperature, top_k, top_p, log_min_p, keys, ids, bests, weights, hits, numbers, counts, lows, tails, vocab,
+    pieces,
+    PIECES: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
+    COLLECTORS: tl.constexpr,
 ):  # fmt: skip
-    row, piece = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    _slot, heat, k, p, least, cuts = row_law(slots, temperature, top_k, top_p, log_min_p, row, vocab)
-    if cuts & ((k < vocab) | (p < 1)):
-        best, _best_id = best_of_pieces(keys, ids, row, pieces, PIECES)
-        top, colder = key_value(best), 1 / heat
-        level = tl.arange(0, LEVELS)[:, None]
-        bound = _bounds(level, keys, row, pieces, heat, p, k, vocab, PIECES, LEVELS)
-        bound = tl.where(level == LEVELS - 1, -1e38, bound)
-        mask_row = tl.load(mask_rows + row) if MASKED else 0
-        total = tl.zeros((LEVELS, STRIP), tl.float32)
-        for strip in range(0, PIECE, STRIP):
-            at = piece * PIECE + strip + tl.arange(0, STRIP)[None, :]
-            z = tl.load(logits + row * stride + at, mask=at < vocab, other=-INFINITY)
-            if MASKED:
-                z = masked_logits(z, at, at < vocab, masks, mask_row, words)
-            t = (z - top) * colder
-            weight = tl.where(t >= least, tl.where(k < vocab, 1.0, quick_exp(t)), 0.0)
-            total += tl.where(t >= bound, weight, 0.0)
-        out = (row * pieces + piece) * LEVELS + tl.arange(0, LEVELS)
-        tl.store(levels + out, tl.sum(total, axis=1))
-
-
-@triton.jit(do_not_specialize=["pieces", "words"])
-def _collect_kernel(
-    logits, masks, mask_rows, slots, temperature, top_k, top_p, log_min_p, keys, ids, levels,
-    counts, listed_t, listed_ids, tails, stride, vocab, pieces, words,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, LEVELS: tl.constexpr, CAPACITY: tl.constexpr, STRIP: tl.constexpr,
-    PIECE: tl.constexpr,
-):  # fmt: skip
-    row, piece = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    """lows float32 [rows]: (logit - best) / temperature from which on a row's tokens are listed. hits int32 [rows,
+    groups]: groups to read, numbers int32 [rows] of them, first those whose best is to be listed, counts int32 [rows]
+    of them; counts is more than CAPACITY where the list would be too long. tails float32 [rows, 2 * COLLECTORS]: in the
+    second half what groups weigh that are not read. PARTS: groups of a piece."""
+    wait_for_previous()
+    start_next()
+    row = tl.program_id(0).to(tl.int64)
     _slot, heat, k, p, least, cuts = row_law(slots, temperature, top_k, top_p, log_min_p, row, vocab)
     if cuts:
         best, _best_id = best_of_pieces(keys, ids, row, pieces, PIECES)
-        top = key_value(best)
-        lowest = least
-        if (k < vocab) | (p < 1):
-            level, part = tl.arange(0, LEVELS), tl.arange(0, PIECES)
-            place = (row * pieces + part[:, None]) * LEVELS + level[None, :]
-            above = tl.sum(tl.load(levels + place, mask=part[:, None] < pieces, other=0.0), axis=0)
-            whole = tl.sum(tl.where(level == LEVELS - 1, above, 0.0), axis=0)
-            wanted = tl.where(k < vocab, k.to(tl.float32), p * MARGIN * whole)
-            bound = _bounds(level, keys, row, pieces, heat, p, k, vocab, PIECES, LEVELS)
-            enough = (above >= wanted) & (level < LEVELS - 1)
-            # A little lower: here a temperature divides with another rounding than there.
-            border = tl.max(tl.where(enough, bound - tl.abs(bound) * 1e-5, -INFINITY), axis=0)
-            lowest = tl.maximum(lowest, border)
+        groups, at = pieces * PARTS, tl.arange(0, PIECES * PARTS)
+        z = tl.load(bests + row * groups + at, mask=at < groups, other=-INFINITY)
+        t = tempered(z, key_value(best), heat)
+        low, high = -INFINITY, 0.0
+        weight = tl.zeros((PIECES * PARTS,), tl.float32)
+        weighed = (k == vocab) & (p < 1)
+        if k < groups:
+            # k groups have their best there, so at least k tokens are.
+            low = tl.maximum(tl.min(tl.where(t > -INFINITY, t, 0.0), axis=0), -1e30)
+            for _ in range(20):
+                middle = 0.5 * (low + high)
+                enough = tl.sum((t >= middle).to(tl.int32), axis=0) >= k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+            low = tl.where(tl.sum((t >= low).to(tl.int32), axis=0) >= k, low, -INFINITY)
+        elif weighed:
+            # Below `low` there must be less than (1 - p) of all. A group whose best is below is so with all that it
+            # weighs. Of the others the best is above, and the rest at most (GROUP - 1) exp(low), or as much as those
+            # of groups below, were all alike: that is no bound, so `settle` looks whether it was enough.
+            weight = tl.load(weights + row * groups + at, mask=at < groups, other=0.0)
+            e = quick_exp(t)
+            rest = tl.where(t >= least, (weight * 1.000001 - 1) * e, 0.0)
+            weight = tl.where(t >= least, weight * e, 0.0)
+            spare = (1 - p) * 0.95 * tl.sum(weight, axis=0)
+            # Where all of the vocabulary together weighs 1 - p there can be no border any more.
+            low = tl.log(tl.maximum(1 - p, 1e-7) / vocab)
+            for _ in range(14):
+                middle = 0.5 * (low + high)
+                above = t >= middle
+                line = (GROUP - 1) * quick_exp(tl.full((1,), middle, tl.float32))
+                loose = tl.where(above, tl.minimum(rest, line), 0.0)
+                number, below, loose = tl.reduce(
+                    (above.to(tl.float32), tl.where(above, 0.0, weight), loose), 0, _sum_of_three
+                )
+                alike = below * (number / tl.maximum(groups - number, 1.0))
+                enough = below + tl.minimum(loose, alike) <= spare
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+        low = tl.maximum(low, least)
+        hit = (t >= low) & (t > -INFINITY)
+        number = tl.sum(hit.to(tl.int32), axis=0)
+        many = number > tl.minimum(groups * MOST, CAPACITY * 0.8)
+        place, asked = tl.cumsum(hit.to(tl.int32), axis=0) - 1, number
+        tl.store(counts + row, tl.where(many, CAPACITY + 1, number))
+        if weighed & (least > -INFINITY):
+            # With min_p what a group weighs may not count, so all that has some is read.
+            other = (t >= least) & (t > -INFINITY) & (t < low)
+            place = tl.where(hit, place, number + tl.cumsum(other.to(tl.int32), axis=0) - 1)
+            hit = hit | other
+            asked = tl.sum(hit.to(tl.int32), axis=0)
+        tl.store(hits + row * groups + place, at, mask=hit)
+        tl.store(lows + row, low)
+        tl.store(numbers + row, tl.where(many, 0, asked))
+        place = tl.arange(0, COLLECTORS)
+        rest = tl.where(place == 0, tl.sum(tl.where(hit, 0.0, weight), axis=0), 0.0)
+        tl.store(tails + (2 * row + 1) * COLLECTORS + place, rest)
+
+
+@triton.jit(do_not_specialize=["pieces", "words"])
+def collect_kernel(
+    logits, masks, mask_rows, slots, temperature, top_k, top_p, log_min_p, keys, ids, hits, numbers, lows,
+    counts, listed_t, listed_ids, tails, stride, vocab, pieces, words,
+    MASKED: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
+    TILE: tl.constexpr, COLLECTORS: tl.constexpr,
+):  # fmt: skip
+    """Lists of `counts` tokens: at the place of each group its best one, the others behind in any order. tails: in the
+    first half what was read and not listed weighs."""
+    wait_for_previous()
+    row, program = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    _slot, heat, k, p, least, cuts = row_law(slots, temperature, top_k, top_p, log_min_p, row, vocab)
+    if cuts:
+        best, _best_id = best_of_pieces(keys, ids, row, pieces, PIECES)
+        top, lowest, number = key_value(best), tl.load(lows + row), tl.load(numbers + row)
         weighed = (k == vocab) & (p < 1)
         mask_row = tl.load(mask_rows + row) if MASKED else 0
-        tail = tl.zeros((STRIP,), tl.float32)
-        for strip in range(0, PIECE, STRIP):
-            at = piece * PIECE + strip + tl.arange(0, STRIP)
-            z = tl.load(logits + row * stride + at, mask=at < vocab, other=-INFINITY)
+        member = tl.arange(0, GROUP)
+        tail = tl.zeros((TILE,), tl.float32)
+        for first in range(program * TILE, number, COLLECTORS * TILE):
+            index = first + tl.arange(0, TILE)
+            group = tl.load(hits + row * pieces * PARTS + index, mask=index < number, other=0)
+            at = group[:, None] * GROUP + member[None, :]
+            inside = (index < number)[:, None] & (at < vocab)
+            z = tl.load(logits + row * stride + at, mask=inside, other=-INFINITY)
             if MASKED:
-                z = masked_logits(z, at, at < vocab, masks, mask_row, words)
+                z = masked_logits(z, at, inside, masks, mask_row, words)
             t = tempered(z, top, heat)
-            is_taken = (t >= lowest) & (t > -INFINITY)
+            is_taken = inside & (t >= lowest) & (t > -INFINITY)
             if weighed:
-                tail += tl.where((t >= least) & (t < lowest), quick_exp(t), 0.0)
-            # Few are taken, so each asks for its own place: no step waits for all threads. Relaxed, or every one of
+                tail += tl.sum(tl.where((t >= least) & (t < lowest), quick_exp(t), 0.0), axis=1)
+            first_id = tl.min(tl.where(t == tl.max(t, axis=1)[:, None], at, NO_ID), axis=1)
+            is_best = at == first_id[:, None]
+            # Others are few, so each asks for its own place: no step waits for all threads. Relaxed, or every one of
             # these would empty the first-level cache.
-            place = tl.atomic_add(counts + row + at * 0, 1, mask=is_taken, sem="relaxed")
+            place = tl.atomic_add(counts + row + at * 0, 1, mask=is_taken & ~is_best, sem="relaxed")
+            place = tl.where(is_best, index[:, None], place)
             held = is_taken & (place < CAPACITY)
             tl.store(listed_t + row * CAPACITY + place, t, mask=held)
             tl.store(listed_ids + row * CAPACITY + place, at, mask=held)
-        tl.store(tails + row * pieces + piece, tl.sum(tail, axis=0))
+        start_next()
+        tl.store(tails + 2 * row * COLLECTORS + program, tl.sum(tail, axis=0))
 
 
 def draw_truncated(
@@ -133,46 +177,52 @@ def draw_truncated(
     laws: RowLaws,
     keys: Tensor,
     ids: Tensor,
-    pieces: int,
+    bests: Tensor,
+    weights: Tensor,
+    queue: Tensor,
     masks: Tensor | None,
     mask_rows: Tensor | None,
 ) -> Tensor:
     """Tokens int32 [rows] of rows that may drop some; unwritten for others. keys, ids int32 [rows, pieces]: of the best
-    of each piece of the row."""
-    rows, vocab = logits.shape
+    of each piece of the row; bests, weights float32 [rows, groups]: of each group, from the scan."""
+    (rows, vocab), pieces = logits.shape, keys.shape[1]
     tiles, device, stride = piece_tiles(vocab), logits.device, logits.stride(0)
     capacity, words = min(CAPACITY, triton.next_power_of_2(max(vocab // 2, 16))), (vocab + 31) // 32
-    counts = torch.zeros(rows, dtype=torch.int32, device=device)
-    levels = torch.empty(rows, pieces, LEVELS, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    lows = torch.empty(rows, device=device)
     listed_t = torch.empty(rows, capacity, device=device)
     listed_ids = torch.empty(rows, capacity, dtype=torch.int32, device=device)
-    tails = torch.empty(rows, pieces, device=device)
+    tails = torch.empty(rows, 2 * COLLECTORS, device=device)
+    hits, numbers = torch.empty_like(bests, dtype=torch.int32), torch.empty_like(counts)
     chosen = torch.empty(rows, dtype=torch.int32, device=device)
-    constraints = (masks, mask_rows) if masks is not None else (keys, keys)
+    constraints = (keys, keys) if masks is None or mask_rows is None else (masks, mask_rows)
     parameters = (laws.temperature, laws.top_k, laws.top_p, laws.log_min_p)
     common = {"MASKED": masks is not None, "PIECES": triton.next_power_of_2(pieces)}
-    grid, tail = (pieces, rows), (stride, vocab, pieces, words)
-    half = tiles | {"STRIP": tiles["STRIP"] // 2}  # eight sums a lane: 56 registers, not 96
+    group = group_size(vocab)
+    parts = {"GROUP": group, "PARTS": tiles["PIECE"] // group}
+    tail = (stride, vocab, pieces, words)
     launch(
-        _levels_kernel, grid, logits, *constraints, laws.slots, *parameters, keys, ids, levels, *tail, **common,
-        **half, LEVELS=LEVELS,
+        threshold_kernel, (rows,), laws.slots, *parameters, keys, ids, bests, weights, hits, numbers, counts, lows,
+        tails, vocab, pieces, PIECES=common["PIECES"], **parts, CAPACITY=capacity,
+        COLLECTORS=COLLECTORS, num_warps=8, **OVERLAP,
     )  # fmt: skip
     launch(
-        _collect_kernel, grid, logits, *constraints, laws.slots, *parameters, keys, ids, levels, counts, listed_t,
-        listed_ids, tails, *tail, **common, **tiles, LEVELS=LEVELS, CAPACITY=capacity,
+        collect_kernel, (COLLECTORS, rows), logits, *constraints, laws.slots, *parameters, keys, ids, hits, numbers,
+        lows, counts, listed_t, listed_ids, tails, *tail, **common, **parts, CAPACITY=capacity, TILE=32,
+        COLLECTORS=COLLECTORS, num_warps=4,
+        **OVERLAP,
     )  # fmt: skip
-    short = min(SHORT, max(capacity // 4, 16))
-    masses, befores = torch.empty(2, rows, short, dtype=torch.int64, device=device)
-    ranks = torch.empty(rows, short, dtype=torch.int32, device=device)
     seeds = laws.seed_low, laws.seed_high
-    launch(
-        short_kernel, (rows,), laws.slots, laws.positions, *parameters, *seeds, ids, counts, listed_t, listed_ids,
-        tails, masses, befores, ranks, chosen, vocab, pieces, PIECES=common["PIECES"], CAPACITY=capacity, SHORT=short,
-        BLOCK=min(short, 32 * CUT_WARPS), OTHERS=8, num_warps=CUT_WARPS,
-    )  # fmt: skip
+    short = min(SHORT, capacity // 2)
+    for least, width, warps in ((0, short, 8), (short + 1, capacity, 16)):
+        launch(
+            settle_kernel, (rows,), laws.slots, laws.positions, *parameters, *seeds, ids, counts, listed_t, listed_ids,
+            tails, queue, chosen, vocab, pieces, TAILS=2 * COLLECTORS, CAPACITY=capacity, LEAST=least, WIDTH=width,
+            num_warps=warps, **OVERLAP,
+        )  # fmt: skip
+    draw_long(logits, laws, constraints, masks is not None, keys, ids, queue, counts, listed_t, listed_ids, chosen)
     launch(
         cut_kernel, (rows,), logits, *constraints, laws.slots, laws.positions, *parameters, *seeds, keys, ids, counts,
-        listed_t, listed_ids, tails, chosen, *tail, **common, CAPACITY=capacity, SHORT=short,
-        STRIP=min(capacity, CUT_STRIP), num_warps=CUT_WARPS,
+        chosen, *tail, **common, CAPACITY=capacity, STRIP=min(capacity, CUT_STRIP), num_warps=CUT_WARPS, **OVERLAP,
     )  # fmt: skip
     return chosen

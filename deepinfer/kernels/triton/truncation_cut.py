@@ -1,4 +1,4 @@
-"""The draw of a row that drops tokens and has many candidates: the border by bisection over them, then the draw.
+"""The draw of a row for which nothing shorter is left: the border by bisection over all its logits, again and again.
 
 A row keeps the tokens with fewer than k better ones that together weigh less than top_p of the whole; both grow from
 token to token, so the last one kept is found in the space of keys, whatever the logits are, and among its equals in the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deepinfer.kernels.triton.overlap import start_next, wait_for_previous
 from deepinfer.kernels.triton.philox import TARGET, gumbel_ids
 from deepinfer.kernels.triton.sampling_rows import (
     INFINITY,
@@ -18,6 +19,7 @@ from deepinfer.kernels.triton.sampling_rows import (
     key_value,
     masked_logits,
     ordered_key,
+    row_law,
     tempered,
 )
 
@@ -41,46 +43,30 @@ def exp_double(t):
 
 
 @triton.jit
-def row_law(slots, temperature, top_k, top_p, log_min_p, row, vocab):
-    """slot, temperature, tokens that top_k leaves, top_p, log min_p, whether the row may drop tokens."""
-    slot = tl.load(slots + row)
-    heat, k = tl.load(temperature + slot), tl.load(top_k + slot)
-    p, least = tl.load(top_p + slot), tl.load(log_min_p + slot)
-    k = tl.where((k > 0) & (k < vocab), k, vocab).to(tl.int32)
-    cuts = (heat > 0) & ((tl.load(top_k + slot) > 0) | (p < 1) | (least > -INFINITY))
-    return slot, heat, k, p, least, cuts
-
-
-@triton.jit
 def _candidates(
-    first, count, listed, logits_row, listed_t, listed_ids, masks, mask_row, words, top, heat, least,
+    first, count, logits_row, masks, mask_row, words, top, heat, least,
     MASKED: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """t, ids and whether it is one, of STRIP places of the list, or of the whole row where it has no list."""
+    """t, ids and whether it is one, of STRIP places of the row."""
     at = first + tl.arange(0, STRIP)
     inside = at < count
-    ids, t = at, tl.zeros((STRIP,), tl.float32)
-    if listed:
-        ids = tl.load(listed_ids + at, mask=inside, other=0)
-        t = tl.load(listed_t + at, mask=inside, other=-INFINITY)
-    else:
-        z = tl.load(logits_row + at, mask=inside, other=-INFINITY)
-        if MASKED:
-            z = masked_logits(z, at, inside, masks, mask_row, words)
-        t = tempered(z, top, heat)
-    return t, ids, inside & (t >= least) & (t > -INFINITY)
+    z = tl.load(logits_row + at, mask=inside, other=-INFINITY)
+    if MASKED:
+        z = masked_logits(z, at, inside, masks, mask_row, words)
+    t = tempered(z, top, heat)
+    return t, at, inside & (t >= least) & (t > -INFINITY)
 
 
 @triton.jit
 def _above(
-    bound, weighed, count, listed, logits_row, listed_t, listed_ids, masks, mask_row, words, top, heat, least,
+    bound, weighed, count, logits_row, masks, mask_row, words, top, heat, least,
     MASKED: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """How many candidates' keys are above a bound, and what they weigh: int32 and, where it is asked for, int64."""
     number, mass = tl.zeros((STRIP,), tl.int32), tl.zeros((STRIP,), tl.int64)
     for first in range(0, count, STRIP):
         t, _ids, is_one = _candidates(
-            first, count, listed, logits_row, listed_t, listed_ids, masks, mask_row, words, top, heat, least, MASKED,
+            first, count, logits_row, masks, mask_row, words, top, heat, least, MASKED,
             STRIP,
         )  # fmt: skip
         higher = is_one & (ordered_key(t) > bound)
@@ -96,35 +82,33 @@ def _above(
 @triton.jit(do_not_specialize=["pieces", "words"])
 def cut_kernel(
     logits, masks, mask_rows, slots, positions, temperature, top_k, top_p, log_min_p, seed_low, seed_high, keys, ids,
-    counts, listed_t, listed_ids, tails, chosen, stride, vocab, pieces, words,
-    MASKED: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr, SHORT: tl.constexpr, STRIP: tl.constexpr,
+    counts, chosen, stride, vocab, pieces, words,
+    MASKED: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous()
+    start_next()
     row = tl.program_id(0).to(tl.int64)
     slot, heat, k, p, least, cuts = row_law(slots, temperature, top_k, top_p, log_min_p, row, vocab)
     best, best_id = best_of_pieces(keys, ids, row, pieces, PIECES)
     top = key_value(best)
     count = tl.load(counts + row)
-    if cuts & (count > SHORT) & (tl.abs(top) < INFINITY):
-        listed = count <= CAPACITY
-        count = tl.where(listed, count, vocab)
+    if cuts & (count > CAPACITY) & (tl.abs(top) < INFINITY):
+        count = vocab
         mask_row = tl.load(mask_rows + row) if MASKED else 0
-        logits_row, own_t, own_ids = logits + row * stride, listed_t + row * CAPACITY, listed_ids + row * CAPACITY
+        logits_row = logits + row * stride
         weighed = (k == vocab) & (p < 1)
         lowest_key, mass = tl.zeros((STRIP,), tl.int32), tl.zeros((STRIP,), tl.int64)
         for first in range(0, count, STRIP):
             t, _ids, is_one = _candidates(
-                first, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat, least, MASKED,
+                first, count, logits_row, masks, mask_row, words, top, heat, least, MASKED,
                 STRIP,
             )  # fmt: skip
             lowest_key = tl.minimum(lowest_key, tl.where(is_one, ordered_key(t), 0))
             if weighed:
                 mass += tl.where(is_one, exp_double(t) * ONE, 0.0).to(tl.int64)
         lowest = tl.min(lowest_key, axis=0)
-        # Of everything better than a token: fewer than k, and less than `most`, which is top_p of the candidates and,
-        # where there is a list, of what is not on it.
-        at = tl.arange(0, PIECES)
-        tail = tl.sum(tl.load(tails + row * pieces + at, mask=at < pieces, other=0.0).to(tl.float64), axis=0)
-        whole = tl.sum(mass, axis=0).to(tl.float64) + tl.where(listed, tail * ONE, 0.0)
+        # Of everything better than a token: fewer than k, and less than `most`, which is top_p of the candidates.
+        whole = tl.sum(mass, axis=0).to(tl.float64)
         endless = tl.full((), INFINITY, tl.float64)
         most = tl.where(p < 1, p.to(tl.float64) * whole, endless)
         # Where both cut, what top_p calls 1 is known once top_k's border is.
@@ -138,18 +122,18 @@ def cut_kernel(
             while low < border:
                 middle = low + ((border - low) >> 1)
                 above, weight = _above(
-                    middle, weighed, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat,
+                    middle, weighed, count, logits_row, masks, mask_row, words, top, heat,
                     least, MASKED, STRIP,
                 )  # fmt: skip
                 passes = (above < k) & (weight.to(tl.float64) < bound)
                 low = tl.where(passes, low, middle + 1)
                 border = tl.where(passes, middle, border)
             above, weight = _above(
-                border, p < 1, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat, least,
+                border, p < 1, count, logits_row, masks, mask_row, words, top, heat, least,
                 MASKED, STRIP,
             )  # fmt: skip
             with_ties, _mass = _above(
-                border - 1, False, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat,
+                border - 1, False, count, logits_row, masks, mask_row, words, top, heat,
                 least, MASKED, STRIP,
             )  # fmt: skip
             ties = with_ties - above
@@ -170,7 +154,7 @@ def cut_kernel(
                     below = tl.zeros((STRIP,), tl.int32)
                     for first in range(0, count, STRIP):
                         t, its, is_one = _candidates(
-                            first, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat, least,
+                            first, count, logits_row, masks, mask_row, words, top, heat, least,
                             MASKED, STRIP,
                         )  # fmt: skip
                         below += (is_one & (ordered_key(t) == border) & (its < middle)).to(tl.int32)
@@ -183,7 +167,7 @@ def cut_kernel(
         highest, winner = tl.full((STRIP,), -INFINITY, tl.float64), tl.full((STRIP,), NO_ID, tl.int32)
         for first in range(0, count, STRIP):
             t, its, is_one = _candidates(
-                first, count, listed, logits_row, own_t, own_ids, masks, mask_row, words, top, heat, least, MASKED,
+                first, count, logits_row, masks, mask_row, words, top, heat, least, MASKED,
                 STRIP,
             )  # fmt: skip
             key = ordered_key(t)
