@@ -182,10 +182,11 @@ def plan(rows: int) -> Plan:
     (16 rows and 4 warps; 32 and 8 took 12.4) and 23.7 for 384; two launches took 13.0 and 36.0."""
     if rows <= 96:
         return Plan(16, 1, 4, 1)
+    stages = 3 if hyper_parts.SPLIT == 2 else 2  # three parts of fn leave no room for a third tile of the stream
     if rows <= 192:
-        return Plan(32, 2, 8, 3)
+        return Plan(32, 2, 8, stages)
     if rows <= 384:
-        return Plan(32, 4, 8, 3)
+        return Plan(32, 4, 8, stages)
     return Plan(32, 0, 8, 2)
 
 

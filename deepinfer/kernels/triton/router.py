@@ -22,9 +22,11 @@ APART_ROWS = 512  # up to so many, parts are programs of their own
 
 
 def part_count(width: int) -> int:
-    """In how many parts the sum over K is made: with few rows and experts there are too few tiles to fill a device."""
+    """In how many parts the sum over K is made: with few rows and experts there are too few tiles to fill a device.
+    Each takes two steps at least: of one alone the compiler adds to the total in the tensor core, which rounds
+    otherwise."""
     parts = 1
-    while 2 * parts <= MOST_PARTS and width % (2 * parts * DEPTH) == 0:
+    while 2 * parts <= MOST_PARTS and width % (2 * parts * DEPTH) == 0 and width >= 4 * parts * DEPTH:
         parts *= 2
     return parts
 

@@ -148,7 +148,7 @@ def cut_kernel(
             if phase == 0:
                 most = p.to(tl.float64) * (weight + kept.to(tl.int64) * own).to(tl.float64)
             elif kept < ties:  # the lowest ids of the equal ones: the smallest bound below which there are enough
-                low, last_id = tl.zeros((), tl.int32), vocab.to(tl.int32)
+                low, last_id = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + vocab  # 1 is no tensor
                 while low < last_id:
                     middle = (low + last_id) >> 1
                     below = tl.zeros((STRIP,), tl.int32)

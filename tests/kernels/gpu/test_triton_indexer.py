@@ -1,6 +1,6 @@
 """Index keys, queries, scores and the whole choice against the reference operations.
 
-Scores: relative error below 1e-6 against float64 of the stored codes (float32 sums). Records, choices, repeats: equal.
+Scores: relative error below 2e-6 against float64 of the stored codes (float32 sums). Records, choices, repeats: equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepinfer.kernels.triton.index_scores import gathered_scores, paged_scores,
 from deepinfer.kernels.triton.indexer import IndexQueries, choose_entries, plan_step, serves
 
 CUDA = DEVICE.type == "cuda"
-TOLERANCE = 1e-6
+TOLERANCE = 2e-6
 TOPK = 16
 
 
@@ -275,7 +275,10 @@ def test_candidates_limit_the_choice_of_the_layers_behind(lengths: list[int], fi
     source = step.scores(plan)
     _, blocks = choose_entries(step.queries, step.pool, step.tables, 128, (plan,), publish=count)
     assert blocks is not None
-    step.queries = IndexQueries(step.queries.codes.roll(1, 0), step.queries.weights.flip(0).contiguous())
+    step.queries = IndexQueries(
+        step.queries.codes.view(torch.uint8).roll(1, 0).view(step.queries.codes.dtype),
+        step.queries.weights.flip(0).contiguous(),
+    )
     own, limited = step.scores(plan), step.scores(inside, blocks)
     entries, nothing = choose_entries(step.queries, step.pool, step.tables, 128, (inside,), candidates=blocks)
     assert nothing is None
