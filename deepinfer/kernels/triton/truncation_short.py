@@ -47,7 +47,7 @@ def border_of(key, its, mass, is_one, k, bound, weighed, lowest, vocab):
             kept = tl.where(reached, middle, kept)
     last_id = tl.full((), NO_ID, tl.int32)
     if kept < ties:  # the lowest ids of the equal ones: the smallest bound below which there are enough
-        low, last_id = tl.zeros((), tl.int32), vocab.to(tl.int32)
+        low, last_id = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + vocab  # 1 is no tensor
         while low < last_id:
             middle = (low + last_id) >> 1
             reached = tl.sum((equal & (its < middle)).to(tl.int32), axis=0) >= kept

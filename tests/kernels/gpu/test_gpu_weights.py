@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from twins import DEVICE
 
 from deepinfer.kernels.gpu_weights import FoldedWeight, GroupedWeight, ShuffledExperts, SplitHeads, StackedWeight
 from deepinfer.kernels.triton.rope import split_order
@@ -57,7 +58,7 @@ def test_every_matrix_of_a_model_has_the_values_of_the_checkpoint(draft_checkpoi
 
 
 def test_wide_copies_of_the_output_weights_hold_their_values_in_split_order(draft_checkpoint: Path) -> None:
-    model = load_model(draft_checkpoint, dtype="bfloat16", weights="gpu", drafts=True)
+    model = load_model(draft_checkpoint, device=str(DEVICE), dtype="bfloat16", weights="gpu", drafts=True)
     size = wide_output_bytes(model)
     assert kept_output_bytes(model) == 0
     keep_wide_outputs(model)
