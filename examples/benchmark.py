@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ import numpy as np
 
 from deepinfer import LLM, SamplingParams, __version__
 from deepinfer.env import read_environment
+from deepinfer.model.config import ModelConfig
+from deepinfer.model.hub import resolve_model
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ PREFILL = Counts(warm_up=5, logged=0, intervals=10)
 QUICK = Counts(warm_up=2, logged=0, intervals=4)  # to see that it runs: not to be published
 PROFILED = {"prefill": 2, "decode": 3}
 SMALLEST_BLOCK = 128
+VENDOR_CONTEXT = 32_768
+VENDOR_DRAFTS = 5  # means: as many as the checkpoint drafts
 
 
 @dataclass(frozen=True)
@@ -216,12 +221,21 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", choices=("prefill", "decode", "both"), default="both")
     parser.add_argument("--tag", help="name of the curve that the point belongs to; default from the parallel size")
     parser.add_argument("--model_name", "--model", help="directory, hub id or nano; default as of the engine")
-    parser.add_argument("--context_length", type=int, default=32_768, help="tokens of each request")
-    parser.add_argument("--non_cached_tokens", type=int, default=4_096, help="of them, how many are no common prefix")
+    parser.add_argument(
+        "--context_length",
+        type=int,
+        help="tokens of each request; default 32,768, or what the model has room for beside the run's output if less",
+    )
+    parser.add_argument(
+        "--non_cached_tokens",
+        type=int,
+        help="of them, how many are no common prefix; default an eighth, 4,096 of 32,768 at most. The prefix is whole "
+        f"blocks of {SMALLEST_BLOCK} tokens, so this is rounded up",
+    )
     parser.add_argument("--decode_num_requests", type=int, default=64)
     parser.add_argument("--prefill_batch_size", type=int, default=32_768, help="tokens of a prefill step")
     parser.add_argument(
-        "--nextn", type=int, default=5, help="drafts of a step; as many as the checkpoint drafts at most"
+        "--nextn", type=int, default=VENDOR_DRAFTS, help="drafts of a step; as many as the checkpoint drafts at most"
     )
     parser.add_argument("--acceptance", type=float, default=0.75, help="of the scaled line")
     parser.add_argument("--yoco_clip", action="store_true", help="decoder truncation of prompts: faster, not exact")
@@ -236,11 +250,52 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; nothing to publish")
     options = parser.parse_args(argv)
     for name in ("context_length", "non_cached_tokens", "decode_num_requests", "prefill_batch_size"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name}: must be at least 1, got {getattr(options, name)}")
     if not 0 <= options.acceptance <= 1:
         parser.error(f"--acceptance: must be from 0 to 1, got {options.acceptance}")
+    if options.result_jsonl is not None:
+        folder = next((folder for folder in options.result_jsonl.absolute().parents if folder.exists()), Path("/"))
+        target = options.result_jsonl if options.result_jsonl.exists() else folder
+        if options.result_jsonl.is_dir() or not folder.is_dir() or not os.access(target, os.W_OK):
+            parser.error(f"--result_jsonl: {options.result_jsonl} cannot be written")
     return options
+
+
+def fit(options: argparse.Namespace, config: ModelConfig, output: int) -> None:
+    """Settles the lengths, before weights are loaded; whatever is not as given or as the vendor's is said on stderr.
+
+    output: positions to keep free behind the context. ValueError where there is no room.
+    """
+    room = config.max_position_embeddings - output
+    if room < 1:
+        raise ValueError(
+            f"the run's output needs {output} of the model's {config.max_position_embeddings} positions, so no context "
+            "fits; take fewer --decode_num_requests"
+        )
+    if options.context_length is None:
+        options.context_length = min(VENDOR_CONTEXT, room)
+        if room < VENDOR_CONTEXT:
+            print(
+                f"benchmark: --context_length {room}, not the vendor's {VENDOR_CONTEXT}: the model has "
+                f"{config.max_position_embeddings} positions, of which the run's output takes {output}",
+                file=sys.stderr,
+            )
+    elif options.context_length > room:
+        raise ValueError(
+            f"--context_length: {options.context_length} does not fit; at most {room}, as the model has "
+            f"{config.max_position_embeddings} positions, of which the run's output takes {output}"
+        )
+    asked = options.non_cached_tokens
+    if asked is None:
+        asked = min(4_096, max(1, options.context_length // 8))
+    cached = max(0, options.context_length - asked) // SMALLEST_BLOCK * SMALLEST_BLOCK
+    options.non_cached_tokens = options.context_length - cached
+    if options.non_cached_tokens != asked:
+        why = f"the common prefix is whole blocks of {SMALLEST_BLOCK} tokens"
+        if asked > options.context_length:
+            why = "a request has no more tokens"
+        print(f"benchmark: --non_cached_tokens {options.non_cached_tokens}, not {asked}: {why}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -248,19 +303,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     environment = read_environment()
     modes = ("prefill", "decode") if options.mode == "both" else (options.mode,)
     decode, prefill = (QUICK, QUICK) if options.quick else (DECODE, PREFILL)
-    longest = options.context_length + (decode.samples + options.decode_num_requests + 10) * (1 + options.nextn)
+    path = resolve_model(options.model_name)
+    config = ModelConfig.from_dir(path)
+    most = min(config.dspark_block_size, VENDOR_DRAFTS) if config.num_drafts else 0
+    if options.nextn != VENDOR_DRAFTS and not 0 <= options.nextn <= most:
+        raise ValueError(f"--nextn: must be from 0 to {most} with this model, got {options.nextn}")
+    output = (decode.samples + options.decode_num_requests + 10) * (1 + min(options.nextn, most))
+    fit(options, config, output)
+    longest = options.context_length + output
     at_once = max(
         options.decode_num_requests,
         -(-options.prefill_batch_size // min(options.non_cached_tokens, options.context_length)) + 1,
     )
     llm = LLM(
-        options.model_name,
+        path,
         device=options.device,
         dtype=options.dtype,
         max_model_len=longest,
         max_num_seqs=at_once,
         max_num_batched_tokens=max(options.prefill_batch_size, at_once * 6),
-        nextn=None if options.nextn == 5 else options.nextn,
+        nextn=None if options.nextn == VENDOR_DRAFTS else options.nextn,
         mtp_varlen=False,
         yoco_truncation="compact" if options.yoco_clip else "off",
         ep=options.ep,

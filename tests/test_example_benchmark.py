@@ -132,6 +132,49 @@ def test_bad_arguments_are_refused(benchmark_example: ModuleType, wrong: list[st
     assert left.value.code == 2
 
 
+def test_the_documented_command_fits_nano_and_says_the_length_it_took(
+    benchmark_example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = benchmark_example.arguments([])
+    config = benchmark_example.ModelConfig.from_dir(benchmark_example.resolve_model("nano"))
+    benchmark_example.fit(options, config, 1000)
+    assert options.context_length == config.max_position_embeddings - 1000
+    assert f"--context_length {options.context_length}, not the vendor's 32768" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--context_length", "32768"], r"--context_length: 32768 does not fit; at most \d+"),
+        (["--nextn", "9"], r"--nextn: must be from 0 to \d+ with this model, got 9"),
+    ],
+)
+def test_what_the_model_has_no_room_for_is_refused_before_weights_are_loaded(
+    benchmark_example: ModuleType, monkeypatch: pytest.MonkeyPatch, given: list[str], words: str
+) -> None:
+    monkeypatch.setattr(benchmark_example, "LLM", None)
+    with pytest.raises(ValueError, match=words):
+        benchmark_example.main(["--model_name", "nano", *given])
+
+
+def test_rounded_non_cached_tokens_are_said(benchmark_example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    config = benchmark_example.ModelConfig.from_dir(benchmark_example.resolve_model("nano"))
+    for context, rounded in ((300, 172), (50, 50)):
+        options = benchmark_example.arguments(["--context_length", str(context), "--non_cached_tokens", "100"])
+        benchmark_example.fit(options, config, 1000)
+        assert f"--non_cached_tokens {rounded}, not 100" in capsys.readouterr().err
+
+
+def test_a_result_file_that_cannot_be_made_is_refused_at_the_door(
+    benchmark_example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    with pytest.raises(SystemExit):
+        benchmark_example.arguments(["--result_jsonl", str(blocked / "x")])
+    assert "--result_jsonl" in capsys.readouterr().err
+
+
 # -- the chart --------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +255,25 @@ def test_a_line_that_is_no_point_is_named(plot: ModuleType, tmp_path: Path) -> N
     file.write_text(json.dumps(decode_point(8, 1.0)) + '\n{"mode": "decode"}\n')
     with pytest.raises(ValueError, match=r"p\.jsonl:2: no point"):
         plot.main([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "it is not a JSON object"),
+        ("{", "it is not JSON"),
+        ('{"mode": "decode"}', "tok_s_gpu is missing|tag is"),
+    ],
+)
+def test_a_bad_line_is_told_in_words_and_not_as_an_exception(
+    plot: ModuleType, tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(text + "\n")
+    with pytest.raises(ValueError, match=rf"p\.jsonl:1: no point of a sweep: ({words})"):
+        plot.main([str(file)])
+    with pytest.raises(ValueError, match=r"none\.jsonl: cannot be read: No such file"):
+        plot.main([str(tmp_path / "none.jsonl")])
 
 
 def test_sweep_calls_the_benchmark_for_every_point_and_goes_on_after_a_failure(tmp_path: Path) -> None:

@@ -36,19 +36,44 @@ class Point(NamedTuple):
     y: float  # tokens/s of a GPU
 
 
+def missing(text: str) -> str | None:
+    """What keeps a line from being a point, in words."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return "it is not JSON"
+    if not isinstance(line, dict):
+        return "it is not a JSON object"
+    mode = line.get("mode")
+    if not isinstance(mode, str) or mode not in VARIES:
+        return f"mode must be one of {', '.join(VARIES)}"
+    fields = ["tok_s_gpu", "step_ms", VARIES[mode], *(["tok_s_user"] if mode == "decode" else [])]
+    for field in ("tag", *fields):
+        if field not in line:
+            return f"{field} is missing"
+    for field in fields:
+        value = line[field]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            return f"{field} must be a number above 0"
+    return None if isinstance(line["tag"], str) else "tag must be a string"
+
+
 def read(files: Sequence[Path]) -> list[dict[str, Any]]:
     """Lines of all files. ValueError naming the line that is none."""
     lines = []
     for file in files:
-        for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            content = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{file}: is not UTF-8 text") from None
+        for number, text in enumerate(content.splitlines(), 1):
             if not text.strip():
                 continue
-            try:
-                line = json.loads(text)
-                line["mode"], line["tag"], line["tok_s_gpu"], line["step_ms"], line[VARIES[line["mode"]]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}:{number}: no point of a sweep ({error!r})") from None
-            lines.append(line)
+            if wrong := missing(text):
+                raise ValueError(f"{file}:{number}: no point of a sweep: {wrong}")
+            lines.append(json.loads(text))
     if not lines:
         raise ValueError("there are no points")
     return lines
@@ -201,12 +226,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = read(options.files)
     check(lines)
     output = options.output or options.files[0].with_suffix(".svg")
-    output.write_text(draw(lines, options.scaling), encoding="utf-8")
+    chart = draw(lines, options.scaling)
+    try:
+        output.write_text(chart, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{output}: cannot be written: {error.strerror}") from None
     print(f"{output}: {len(lines)} points of {len(by_tag(lines))} tags")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         sys.exit(f"plot_pareto: {error}")

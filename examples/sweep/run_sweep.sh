@@ -15,8 +15,16 @@ python=${PYTHON:-python}
 out=${OUT:-sweep}
 tag=${TAG:-EP1DP1}
 modes=${MODES:-prefill decode}
-requests=${DECODE_REQUESTS:-8 16 32 64 128 256}
-batches=${PREFILL_BATCHES:-4096 8192 16384 32768 65536}
+if [ "$model" = nano ]; then # 4,096 positions and a laptop
+    context=${CONTEXT:-1024} non_cached=${NON_CACHED:-128}
+    requests=${DECODE_REQUESTS:-1 2 4 8}
+    batches=${PREFILL_BATCHES:-256 512 1024}
+    echo "== nano: by default a context of 1,024 tokens and small points, not the vendor's" >&2
+else
+    context=${CONTEXT:-32768} non_cached=${NON_CACHED:-4096}
+    requests=${DECODE_REQUESTS:-8 16 32 64 128 256}
+    batches=${PREFILL_BATCHES:-4096 8192 16384 32768 65536}
+fi
 
 mkdir -p "$out"
 failed=0
@@ -25,7 +33,7 @@ measure() { # mode, the name of what varies, its value, then the rest
     shift 3
     echo "== $mode, $name $value" >&2
     "$python" "$here/../benchmark.py" --mode "$mode" --tag "$tag" --model_name "$model" "--$name" "$value" \
-        --context_length "${CONTEXT:-32768}" --non_cached_tokens "${NON_CACHED:-4096}" --nextn "${NEXTN:-3}" \
+        --context_length "$context" --non_cached_tokens "$non_cached" --nextn "${NEXTN:-3}" \
         --acceptance "${ACCEPTANCE:-0.75}" --result_jsonl "$out/$mode.jsonl" "$@" || {
         echo "== failed: $mode, $name $value" >&2
         failed=1
