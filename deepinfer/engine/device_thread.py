@@ -94,9 +94,8 @@ class _Worker:
             if self.refuse is None:
                 begun = self._begin(order, behind=True)
             self._end_begun()
-        if (
-            self.refuse is not None
-        ):  # since a moment ago, perhaps: then nobody asks for what began behind the failed one
+        # Refused since a moment ago, perhaps: then nobody asks for what began behind the failed step.
+        if self.refuse is not None:
             self.results.put(failed_result(StepNotRunError(self.refuse)))
             return
         self._begun = begun or self._begin(order, behind=False)
