@@ -31,6 +31,7 @@ from deepinfer.engine.build import build_core
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.kernels import select
+from deepinfer.kernels.device import resolve_device
 from deepinfer.model import load_model
 
 NANO = Path(__file__).parents[1] / "models" / "nano"
@@ -173,6 +174,11 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write the result here")
     asked = parser.parse_args()
+    try:
+        resolve_device(asked.device)
+    except ValueError as problem:
+        print(f"{problem}; --device cpu soaks the CPU's engine")
+        return 2
     soak = Soak(asked.device, asked.drafts, asked.sequences)
     samples: list[dict[str, Any]] = []
     soak.run(max(WARM_STEPS, asked.every), max(WARM_STEPS, asked.every), lambda one: None)

@@ -18,6 +18,7 @@ from deepinfer.kernels.timing import Occupation, Rates, allocated_bytes, measure
 
 ACCEPT_LENGTHS = (1.0, 2.5, 3.2)  # tokens of a step and sequence; and as many as may be
 PREFILLS = 3
+CPU_LAYERS = 4  # of the released widths; more take longer on a CPU than anybody waits
 WARM_STEPS = 5
 FIRST_STEPS = 2  # of a trace, left out
 TRACED_STEPS = 8  # behind them: the device goes from step to step as in the engine
@@ -30,6 +31,12 @@ def measure(
 ) -> dict[str, Any]:
     """Builds the rank and measures it -> JSON-ready figures. tell: gets a line for people after each stage; keep: the
     figures so far."""
+    config = share.config()  # what cannot be built is refused before anything is measured or made
+    if device.type == "cpu" and share.preset == "flash" and config.num_hidden_layers > CPU_LAYERS:
+        raise ValueError(
+            f"rank_share: {config.num_hidden_layers} layers of preset flash are some 50 GB of weights for a GPU, and "
+            f"this is {device}; run it on a GPU, or give --layers of at most {CPU_LAYERS} or another preset"
+        )
     rates = measured_rates(device)
     tell(
         f"rates: copy {rates.copy / 1e9:,.0f} GB/s, bf16 {rates.bf16 / 1e12:,.1f}, FP8 {rates.fp8 / 1e12:,.1f} TFLOP/s"

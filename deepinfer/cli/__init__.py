@@ -20,7 +20,7 @@ COMMANDS = {
     "generate": Command("deepinfer.cli.generate", "generate", "Complete prompts offline, as one batch."),
     "chat": Command("deepinfer.cli.chat", "chat", "Talk with the model in the terminal."),
     "serve": Command("deepinfer.cli.serve", "serve", "Serve a model over HTTP."),
-    "bench": Command("deepinfer.cli.bench", "bench", "Measure a running server under load."),
+    "bench": Command("deepinfer.cli.bench", "bench", "Measure a server under load, or one rank of a deployment."),
     "keys": Command("deepinfer.cli.keys", "keys", "API keys of a server: add, list, revoke."),
     "inspect": Command("deepinfer.cli.inspect", "inspect", "What a checkpoint holds and what it needs."),
     "make-checkpoint": Command(

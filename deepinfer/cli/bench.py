@@ -185,6 +185,9 @@ def _measure_rank(share: "RankShare", device: str, json_file: Path | None, quiet
         if not quiet:
             print(line, file=sys.stderr, flush=True)
 
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ValueError(f"json: there is no directory {json_file.parent}; make it, or name another file")
+
     def keep(result: dict[str, Any]) -> None:
         if json_file is not None:
             json_file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")

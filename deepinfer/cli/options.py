@@ -77,8 +77,9 @@ PrefixMode = Annotated[
 KvFormat = Annotated[
     str,
     typer.Option(
-        help="How the cache stores its records: float32, bfloat16, or packed (a tenth of float32; only with dtype "
-        "bfloat16, whose values it holds without loss). auto: packed with bfloat16, else float32.",
+        help="How the cache stores its records: float32, bfloat16, packed (a tenth of float32; only with dtype "
+        "bfloat16, whose values it holds without loss), or hopper (the same for the kernels of a Hopper GPU). auto: "
+        "with bfloat16 hopper on such a GPU and packed elsewhere, else float32.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -55,10 +55,10 @@ class ExpertCache:
     def check(self, banks: Iterable[tuple[str, int]]) -> None:
         """Names of banks and their bytes, all that will be asked for. ValueError where those that are missing cannot be
         written: the directory cannot be made or written to, or has no room for them."""
-        missing = sum(size + HEAD for name, size in banks if not self._file(name).exists())
-        if not missing:
-            return
         try:
+            missing = sum(size + HEAD for name, size in banks if not self._file(name).exists())
+            if not missing:
+                return
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
                 free = shutil.disk_usage(self.directory).free

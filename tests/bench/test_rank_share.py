@@ -112,3 +112,28 @@ def test_steps_without_drafts_and_a_packed_cache() -> None:
         assert torch.isfinite(first).all() and first.std() > 0.1
         rank.end_prefill(batch)
     rank.manager.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "flash", "--rank-share", "ep=8"], "40 layers of preset flash are some 50 GB"),
+        (
+            ["--preset", "tiny", "--rank-share", "ep=2", "--json", "nowhere/rank.json"],
+            "json: there is no directory nowhere",
+        ),
+        (["--preset", "nothing", "--rank-share", "ep=2"], "nothing"),
+        (["--preset", "tiny", "--rank-share", "ep=7"], "ep"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_made(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("something was measured first")
+
+    monkeypatch.setattr("deepinfer.bench.rank_share_run.measured_rates", never)
+    with pytest.raises(SystemExit) as left:
+        main(["bench", *arguments, "--device", "cpu", "--dtype", "float32"])
+    assert left.value.code != 0
+    assert words in capsys.readouterr().err.replace("\n", " ")

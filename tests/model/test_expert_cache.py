@@ -215,3 +215,9 @@ def test_the_layout_that_files_are_named_by_is_that_of_the_kernels() -> None:
     codes, steps, factors, _ = shuffle(packed, scales)
     checks = expert_cache._checks([codes.view(-1).numpy(), steps.view(-1).numpy(), factors.view(torch.uint8).numpy()])
     assert (expert_cache.LAYOUT, checks) == (1, ["2d8bb487"])
+
+
+def test_a_directory_that_cannot_even_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepinfer.model.expert_cache.model_digest", lambda *_: bytes(32))
+    with pytest.raises(ValueError, match=r"^expert_cache: .* cannot be written to"):
+        ExpertCache(tmp_path / ("x" * 300), tmp_path).check([("layer", 1)])
