@@ -117,7 +117,7 @@ def test_steps_without_drafts_and_a_packed_cache() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "flash", "--rank-share", "ep=8"], "40 layers of preset flash are some 50 GB"),
+        (["--preset", "flash", "--rank-share", "ep=8"], "40 layers of preset flash are work for a GPU"),
         (
             ["--preset", "tiny", "--rank-share", "ep=2", "--json", "nowhere/rank.json"],
             "json: there is no directory nowhere",
