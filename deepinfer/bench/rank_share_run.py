@@ -35,7 +35,8 @@ def measure(
     if device.type == "cpu" and share.preset == "flash" and config.num_hidden_layers > CPU_LAYERS:
         raise ValueError(
             f"rank_share: {config.num_hidden_layers} layers of preset flash are work for a GPU (all 40 hold some 50 GB "
-            f"with ep=8), and this is {device}; run it on a GPU, or give --layers of at most {CPU_LAYERS} or another preset"
+            f"with ep=8), and this is {device}; run it on a GPU, or give --layers of at most {CPU_LAYERS} or another "
+            "preset"
         )
     rates = measured_rates(device)
     tell(
