@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -154,10 +154,11 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"  # a CPU gains nothing from imitating the rounding
     _check_word("dtype", dtype, DTYPES, "auto")
+    twins = select.gpu_twins(device, getattr(torch, dtype))
     kv_format = arguments.kv_format
     if kv_format == "auto":
         # in all cases nothing more is rounded
-        packed = "hopper" if select.gpu_twins(device, torch.bfloat16) else "packed"
+        packed = "hopper" if twins else "packed"
         kv_format = packed if dtype == "bfloat16" else "float32"
     _check_word("kv_format", kv_format, KV_FORMATS, "auto")
     problem = format_problem(kv_format, getattr(torch, dtype))
@@ -183,7 +184,7 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         num_blocks=arguments.num_blocks,
         wide_outputs=False if batch_invariant else arguments.wide_outputs,
-        expert_cache=arguments.expert_cache if select.gpu_twins(device, getattr(torch, dtype)) else None,
+        expert_cache=arguments.expert_cache if twins else None,
         kv_format=kv_format,
         prefix_caching=prefix_caching,
         truncation=truncation == "compact",
@@ -201,8 +202,7 @@ def resolve_settings(arguments: EngineArguments, environ: Mapping[str, str] | No
         logging_interval=environment.logging_interval_step,
         notes=(
             *_notes(arguments, environment, truncation),
-            *_wide_note(arguments, device, getattr(torch, dtype), batch_invariant),
-            *_cache_note(arguments, device, getattr(torch, dtype)),
+            *_without_effect(arguments, twins, batch_invariant),
         ),
     )
 
@@ -219,19 +219,13 @@ def _notes(arguments: EngineArguments, environment: Environment, truncation: str
     return notes
 
 
-def _wide_note(
-    arguments: EngineArguments, device: torch.device, dtype: torch.dtype, batch_invariant: bool
-) -> list[str]:
-    if not arguments.wide_outputs or (select.gpu_twins(device, dtype) and not batch_invariant):
-        return []
-    reason = "batch_invariant reads the FP8 weights alone" if batch_invariant else "no GPU kernels read it"
-    return [f"wide_outputs without effect: {reason}"]
-
-
-def _cache_note(arguments: EngineArguments, device: torch.device, dtype: torch.dtype) -> list[str]:
-    if arguments.expert_cache is None or select.gpu_twins(device, dtype):
-        return []
-    return ["expert_cache without effect: no GPU kernels read what it would hold"]
+def _without_effect(arguments: EngineArguments, twins: bool, batch_invariant: bool) -> Iterator[str]:
+    """Of settings for the GPU kernels, which `twins` says are there, the ones that change nothing here."""
+    if arguments.wide_outputs and (batch_invariant or not twins):
+        reason = "batch_invariant reads the FP8 weights alone" if batch_invariant else "no GPU kernels read it"
+        yield f"wide_outputs without effect: {reason}"
+    if arguments.expert_cache is not None and not twins:
+        yield "expert_cache without effect: no GPU kernels read what it would hold"
 
 
 def _check_ranks(arguments: EngineArguments, environment: Environment) -> None:
