@@ -21,25 +21,14 @@ from deepinfer.cache.records import WindowRings
 from deepinfer.model.state import Rounding
 
 
-class DraftWindow:
-    """Made by `CacheStorage.begin_drafts`, for R slots.
+class _Blocks:
+    """Blocks of drafts behind the rings of their slots."""
 
-    positions: int64 [R * block], n .. n + block - 1 of each slot. indices: int64 [R * block, W + block], rows of a
-    layer's pool that each row reads: positions max(0, n - W) .. n - 1, oldest first, then -1; then the block.
-    """
+    positions: Tensor
+    indices: Tensor
 
-    def __init__(
-        self, rings: WindowRings, slots: np.ndarray, lengths: np.ndarray, block: int, rounds: Rounding
-    ) -> None:
-        """slots, lengths: int64 [R]."""
-        self.rounds = rounds
-        self._rings, device = rings, rings.pool.device
-        wanted = np.maximum(lengths - rings.window, 0)[:, None] + np.arange(rings.window)  # [R, W]
-        context = np.where(wanted < lengths[:, None], slots[:, None] * rings.ring + wanted % rings.ring, -1)
-        own = rings.staging + np.arange(len(slots) * block).reshape(-1, block)  # [R, block]
-        seen = torch.from_numpy(np.concatenate((context, own), axis=1)).to(device)
-        self.positions = torch.from_numpy((lengths[:, None] + np.arange(block)).ravel()).to(device)
-        self.indices = seen.repeat_interleave(block, dim=0)
+    def __init__(self, rings: WindowRings, rounds: Rounding) -> None:
+        self._rings, self.rounds = rings, rounds
 
     def places(self, layer: int, count: int) -> Tensor | None:
         """As `RowsView.window_places`."""
@@ -50,20 +39,36 @@ class DraftWindow:
         return self._rings.stage(layer, kv), self.indices
 
 
-class PaddedDraftWindow:
+class DraftWindow(_Blocks):
+    """Made by `CacheStorage.begin_drafts`, for R slots.
+
+    positions: int64 [R * block], n .. n + block - 1 of each slot. indices: int64 [R * block, W + block], rows of a
+    layer's pool that each row reads: positions max(0, n - W) .. n - 1, oldest first, then -1; then the block.
+    """
+
+    def __init__(
+        self, rings: WindowRings, slots: np.ndarray, lengths: np.ndarray, block: int, rounds: Rounding
+    ) -> None:
+        """slots, lengths: int64 [R]."""
+        super().__init__(rings, rounds)
+        device = rings.pool.device
+        wanted = np.maximum(lengths - rings.window, 0)[:, None] + np.arange(rings.window)  # [R, W]
+        context = np.where(wanted < lengths[:, None], slots[:, None] * rings.ring + wanted % rings.ring, -1)
+        own = rings.staging + np.arange(len(slots) * block).reshape(-1, block)  # [R, block]
+        seen = torch.from_numpy(np.concatenate((context, own), axis=1)).to(device)
+        self.positions = torch.from_numpy((lengths[:, None] + np.arange(block)).ravel()).to(device)
+        self.indices = seen.repeat_interleave(block, dim=0)
+
+
+class PaddedDraftWindow(_Blocks):
     """The same for slots and lengths that only the device knows, int64 [R] both; the null slot's block sees itself."""
 
     def __init__(self, rings: WindowRings, slots: Tensor, lengths: Tensor, block: int, rounds: Rounding) -> None:
-        self.rounds, self._rings, device = rounds, rings, slots.device
+        super().__init__(rings, rounds)
+        device = slots.device
         wanted = (lengths - rings.window).clamp_min(0)[:, None] + torch.arange(rings.window, device=device)  # [R, W]
         context = torch.where(wanted < lengths[:, None], slots[:, None] * rings.ring + wanted % rings.ring, -1)
         own = rings.staging + torch.arange(len(slots) * block, device=device).view(-1, block)  # [R, block]
         self.positions = (lengths[:, None] + torch.arange(block, device=device)).flatten()
         seen = torch.cat((context, own), 1)  # [R, W + block]
         self.indices = seen.unsqueeze(1).expand(-1, block, -1).flatten(0, 1)
-
-    def places(self, layer: int, count: int) -> Tensor | None:
-        return self._rings.places(layer, count) if self.rounds.latents else None
-
-    def stage(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rings.stage(layer, kv), self.indices
