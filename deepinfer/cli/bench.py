@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,6 +110,8 @@ def bench(
 
     With --rank-share instead: how long a decode step and a prefill of one rank take, beside what they could take.
     """
+    if json_file is not None:
+        check_writable(json_file)
     if rank_share is not None:
         if server is not None:
             raise ValueError("rank_share: measures this machine's device, not a server; leave out --server")
@@ -177,6 +180,16 @@ def parse_ranks(text: str) -> int:
     return int(number)
 
 
+def check_writable(file: Path) -> None:
+    """ValueError where figures could not be written to it: found now, and not when a whole run is over."""
+    if not file.parent.is_dir():
+        raise ValueError(f"json: there is no directory {file.parent}; make it, or name another file")
+    if file.is_dir():
+        raise ValueError(f"json: {file} is a directory; name a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"json: {file} may not be written to; name another file")
+
+
 def _measure_rank(share: "RankShare", device: str, json_file: Path | None, quiet: bool) -> None:
     from deepinfer.bench.rank_share_run import measure, report
     from deepinfer.kernels.device import resolve_device
@@ -184,9 +197,6 @@ def _measure_rank(share: "RankShare", device: str, json_file: Path | None, quiet
     def tell(line: str) -> None:
         if not quiet:
             print(line, file=sys.stderr, flush=True)
-
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ValueError(f"json: there is no directory {json_file.parent}; make it, or name another file")
 
     def keep(result: dict[str, Any]) -> None:
         if json_file is not None:
