@@ -83,6 +83,26 @@ class RankShare:
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: must be at least {least}, got {getattr(self, name)}")
 
+    @property
+    def rows(self) -> int:
+        """Of a decode step: every sequence's newest token and all of its drafts."""
+        return self.sequences * (1 + self.nextn)
+
+    @property
+    def most_rows(self) -> int:
+        """Of any step."""
+        return max(self.rows, self.prefill_chunk)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at the end of all steps, and more."""
+        return self.context + 1 + (self.steps + SPARE_STEPS) * (1 + self.nextn)
+
+    @property
+    def num_blocks(self) -> int:
+        """Cache blocks for what is open at once: all sequences that decode, or the prompt."""
+        return max(self.sequences * blocks_for(self.longest), blocks_for(self.prefill_chunk + 1))
+
     def config(self) -> ModelConfig:
         """The model of one rank. ValueError where the experts cannot be shared among so many."""
         whole = preset(self.preset)
@@ -94,7 +114,8 @@ class RankShare:
         config = preset(self.preset, layers=self.layers, drafts=self.nextn > 0, engram_vocab_size=rows)
         if self.nextn > config.dspark_block_size:
             raise ValueError(
-                f"nextn: {self.nextn} is more than the {config.dspark_block_size} that are drafted at once"
+                f"nextn: preset {self.preset} drafts {config.dspark_block_size} tokens at once, got {self.nextn}; use "
+                f"a number from 0 to {config.dspark_block_size}"
             )
         for count, used in (
             (config.n_routed_experts, config.num_experts_per_tok),
@@ -139,29 +160,25 @@ class Rank:
             drafts=self.config.num_drafts > 0,
             invariant=share.batch_invariant,
         )
-        rows = share.sequences * (1 + share.nextn)
-        if rows >= WIDE_ROWS and not share.batch_invariant:
+        if share.rows >= WIDE_ROWS and not share.batch_invariant:
             keep_wide_outputs(self.model)  # as an engine does where there is room
-        # tokens at the end of all steps, and more
-        grown = share.context + 1 + (share.steps + SPARE_STEPS) * (1 + share.nextn)
-        most = max(grown, share.prefill_chunk) + VERIFY_ROWS
+        most = max(share.longest, share.prefill_chunk) + VERIFY_ROWS
         if most > self.config.max_position_embeddings:
             raise ValueError(
                 f"context: the model reads {self.config.max_position_embeddings} tokens, {most} are needed"
             )
-        self.num_blocks = max(share.sequences * blocks_for(grown), blocks_for(share.prefill_chunk + 1))
         self.kv_format = share.kv_format or densest_format(device, share.dtype)
         self.storage = CacheStorage.for_model(
             self.model,
             max_num_seqs=share.sequences,
-            num_blocks=self.num_blocks,
+            num_blocks=share.num_blocks,
             drafts=share.nextn,
             kv_format=self.kv_format,
-            padded_rows=max(rows, share.prefill_chunk),
+            padded_rows=share.most_rows,
         )
         self.manager = CacheManager(
             max_num_seqs=share.sequences,
-            num_blocks=self.num_blocks,
+            num_blocks=share.num_blocks,
             table_width=self.storage.tables.shape[1],
             window=self.config.sliding_window,
             num_layers=self.config.num_hidden_layers,
@@ -169,7 +186,7 @@ class Rank:
         )
         self._random = torch.Generator(device).manual_seed(share.seed)
         fill_records(self.storage, self._random)
-        self.forward = OneSize(self.model, self.storage, rows=rows, longest=most)
+        self.forward = OneSize(self.model, self.storage, rows=share.rows, longest=most)
         drafter = None
         if self.model.draft is not None:
             drafter = DraftModelDrafter(self.model.draft, self.storage, share.nextn)
@@ -197,7 +214,6 @@ class Rank:
             )
         self._slots = np.arange(share.sequences)
         self._number = 0
-        self._grown = grown
 
     # -- decode ---------------------------------------------------------------------------------------------------
 
@@ -205,7 +221,7 @@ class Rank:
         """All slots hold a sequence whose context counts as written, and know their newest token."""
         share = self.share
         for _ in self._slots:
-            self.manager.reserve(self.manager.open(), self._grown)
+            self.manager.reserve(self.manager.open(), share.longest)
         self.storage.apply(self.manager.take_edits())
         ids = self._tokens(share.sequences, share.context + 1)
         back = min(lookback(self.config), share.context)
@@ -336,4 +352,4 @@ class Rank:
     def kv_bytes_per_token(self) -> float:
         """Of the block pools as they are allocated, the null block left out."""
         total = sum(part.kv.nbytes + part.keys.nbytes for part in self.storage.records.values())
-        return total / ((self.num_blocks + 1) * BLOCK_SIZE)
+        return total / ((self.share.num_blocks + 1) * BLOCK_SIZE)

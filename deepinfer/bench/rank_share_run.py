@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepinfer import __version__
+from deepinfer.bench.rank_memory import check_memory
 from deepinfer.bench.rank_share import LEFT_OUT, Rank, RankShare
 from deepinfer.bench.step_floor import Load, floor_by_part, host_bytes, step_parts
 from deepinfer.kernels.select import explain
@@ -18,7 +19,6 @@ from deepinfer.kernels.timing import Occupation, Rates, allocated_bytes, measure
 
 ACCEPT_LENGTHS = (1.0, 2.5, 3.2)  # tokens of a step and sequence; and as many as may be
 PREFILLS = 3
-CPU_LAYERS = 4  # of the released widths; more take longer on a CPU than anybody waits
 WARM_STEPS = 5
 FIRST_STEPS = 2  # of a trace, left out
 TRACED_STEPS = 8  # behind them: the device goes from step to step as in the engine
@@ -31,13 +31,8 @@ def measure(
 ) -> dict[str, Any]:
     """Builds the rank and measures it -> JSON-ready figures. tell: gets a line for people after each stage; keep: the
     figures so far."""
-    config = share.config()  # what cannot be built is refused before anything is measured or made
-    if device.type == "cpu" and share.preset == "flash" and config.num_hidden_layers > CPU_LAYERS:
-        raise ValueError(
-            f"rank_share: {config.num_hidden_layers} layers of preset flash are work for a GPU (all 40 hold some 50 GB "
-            f"with ep=8), and this is {device}; run it on a GPU, or give --layers of at most {CPU_LAYERS} or another "
-            "preset"
-        )
+    share.config()  # what cannot be built is refused before anything is measured or made
+    check_memory(share, device)
     rates = measured_rates(device)
     tell(
         f"rates: copy {rates.copy / 1e9:,.0f} GB/s, bf16 {rates.bf16 / 1e12:,.1f}, FP8 {rates.fp8 / 1e12:,.1f} TFLOP/s"
@@ -70,7 +65,7 @@ def describe(rank: Rank, rates: Rates) -> dict[str, Any]:
         "rates": asdict(rates),
         "kv": {
             "format": rank.kv_format,
-            "blocks": rank.num_blocks,
+            "blocks": rank.share.num_blocks,
             "bytes_per_token": round(rank.kv_bytes_per_token, 2),
             "window_bytes": storage.windows.pool.nbytes,
         },

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from deepinfer.bench.rank_memory import check_memory, rank_memory
 from deepinfer.bench.rank_share import Rank, RankShare
 from deepinfer.bench.rank_share_run import accepted_rates
 from deepinfer.cli import main
@@ -66,7 +69,7 @@ def test_one_rank_of_the_released_model() -> None:
     [
         ({"ep": 7}, "evenly among 7"),
         ({"ep": 128}, "3 experts each, a token uses 6"),
-        ({"nextn": 6}, "more than the 5"),
+        ({"nextn": 6}, "use a number from 0 to 5"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(fields: dict[str, int], words: str) -> None:
@@ -117,7 +120,8 @@ def test_steps_without_drafts_and_a_packed_cache() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "flash", "--rank-share", "ep=8"], "40 layers of preset flash are work for a GPU"),
+        (["--preset", "flash", "--rank-share", "ep=8"], "40 layers of preset flash with ep=8 take about"),
+        (["--preset", "tiny", "--rank-share", "ep=2", "--nextn", "6"], "nextn: preset tiny drafts 5 tokens at once"),
         (
             ["--preset", "tiny", "--rank-share", "ep=2", "--json", "nowhere/rank.json"],
             "json: there is no directory nowhere",
@@ -133,7 +137,41 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_made(
         raise AssertionError("something was measured first")
 
     monkeypatch.setattr("deepinfer.bench.rank_share_run.measured_rates", never)
+    monkeypatch.setattr("deepinfer.bench.rank_memory.available_bytes", lambda: 32 << 30)
     with pytest.raises(SystemExit) as left:
         main(["bench", *arguments, "--device", "cpu", "--dtype", "float32"])
     assert left.value.code != 0
     assert words in capsys.readouterr().err.replace("\n", " ")
+
+
+def tensors() -> dict[int, torch.Tensor]:
+    """One of each storage, by its address."""
+    gc.collect()
+    return {one.untyped_storage().data_ptr(): one for one in gc.get_objects() if type(one) is torch.Tensor}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_rank_is_said_to_take_is_what_it_takes(dtype: str) -> None:
+    fields = {**SMALL, "context": 1000, "prefill_chunk": 500, "dtype": dtype}
+    share = RankShare(**fields)  # type: ignore[arg-type]
+    before = tensors()
+    rank = Rank(share, CPU)
+    held = sum(one.untyped_storage().nbytes() for at, one in tensors().items() if at not in before)
+    told = rank_memory(share, CPU)
+    assert told.weights + told.cache == pytest.approx(held, rel=0.01)
+    assert told.tables == sum(
+        config_rows * 66 for config_rows in rank.config.engram_num_embeddings
+    )  # 64 codes, 2 scales
+    assert told.most == told.weights + told.tables + max(told.loading, told.cache + told.working)
+
+
+def test_a_machine_with_the_memory_is_not_refused_for_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = RankShare(ep=48, layers=8, sequences=2, context=1000, nextn=0, prefill_chunk=1000)
+    needed = rank_memory(share, CPU).most
+    monkeypatch.setattr("deepinfer.bench.rank_memory.available_bytes", lambda: needed)
+    check_memory(share, CPU)
+    with pytest.raises(ValueError, match=r"9 layers of preset flash with ep=48 take about .* lower --layers to 8$"):
+        check_memory(dataclasses.replace(share, layers=9), CPU)
+    with pytest.raises(ValueError, match="not even one layer fits"):
+        check_memory(dataclasses.replace(share, ep=1), CPU)
+    check_memory(RankShare(), torch.device("cuda"))  # says by itself what it lacks
