@@ -3,7 +3,8 @@
     python benchmarks/batch_invariance.py --layers 8 --seqs 64 --nextn 5 0
 
 For every number of drafts a verify step of seqs x (1 + nextn) rows, as a graph where there are graphs, median of
---steps. With batch invariance, also whether its rows have the bits that they have one sequence at a time.
+--steps. With batch invariance, also whether its rows have the bits that they have one sequence at a time. Exits 2, with
+the reason, where there is nothing to measure: without a GPU, unless --device cpu asks for that.
 """
 
 from __future__ import annotations
@@ -11,16 +12,23 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from deepinfer.bench.rank_memory import check_memory
 from deepinfer.bench.rank_share import Rank, RankShare
 from deepinfer.cache.edits import SetLength
 from deepinfer.kernels.device import resolve_device
 from deepinfer.kernels.timing import wall_seconds
 from deepinfer.model.batch import Batch
+
+NO_GPU = (
+    "this machine has no GPU that torch can use, and the cost of batch invariance is one of GPU kernels: run it on a "
+    "GPU; to see it run on a CPU, say --device cpu --preset tiny --ep 2 --layers 5 --seqs 3 --context 100"
+)
 
 
 class Figure(NamedTuple):
@@ -67,7 +75,7 @@ def _differ_alone(rank: Rank, batch: Batch) -> int:
     return differ
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="flash")
     parser.add_argument("--ep", type=int, default=8)
@@ -77,28 +85,49 @@ def main() -> None:
     parser.add_argument("--nextn", type=int, nargs="+", default=[5, 0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="auto")
-    asked = parser.parse_args()
-    device = resolve_device(asked.device)
-    sizes = {"preset": asked.preset, "ep": asked.ep, "layers": asked.layers, "sequences": asked.seqs}
-    for nextn in asked.nextn:
-        for invariant in (False, True):
-            share = RankShare(
-                **sizes,
-                context=asked.context,
-                nextn=nextn,
-                prefill_chunk=0,
-                steps=asked.steps,
-                batch_invariant=invariant,
-                dtype="float32" if device.type == "cpu" else "bfloat16",
-            )
-            found = measure(share, device)
-            alone = "" if found.rows_alone_differ is None else f", {found.rows_alone_differ} rows differ alone"
-            name = "batch invariant" if invariant else "not invariant"
-            print(f"{found.rows} rows, {name}: {found.milliseconds:.2f} ms a forward pass{alone}", flush=True)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    asked = parser.parse_args(arguments)
+    try:
+        if asked.device == "auto" and not torch.cuda.is_available():
+            raise ValueError(NO_GPU)
+        device = resolve_device(asked.device)
+        shares = _shares(asked, device)
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    for share in shares:
+        found = measure(share, device)
+        alone = "" if found.rows_alone_differ is None else f", {found.rows_alone_differ} rows differ alone"
+        name = "batch invariant" if share.batch_invariant else "not invariant"
+        print(f"{found.rows} rows, {name}: {found.milliseconds:.2f} ms a forward pass{alone}", flush=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return 0
+
+
+def _shares(asked: argparse.Namespace, device: torch.device) -> list[RankShare]:
+    """All that will be measured. ValueError where one of them cannot be: before the first one takes its minutes."""
+    shares = [
+        RankShare(
+            preset=asked.preset,
+            ep=asked.ep,
+            layers=asked.layers,
+            sequences=asked.seqs,
+            context=asked.context,
+            nextn=nextn,
+            prefill_chunk=0,
+            steps=asked.steps,
+            batch_invariant=invariant,
+            dtype="float32" if device.type == "cpu" else "bfloat16",
+        )
+        for nextn in asked.nextn
+        for invariant in (False, True)
+    ]
+    for share in shares:
+        share.config()
+        check_memory(share, device)
+    return shares
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,9 +3,11 @@ on a rank that does not."""
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 import torch
-from batch_invariance import measure
+from batch_invariance import NO_GPU, main, measure
 
 from deepinfer.bench.rank_share import RankShare
 from deepinfer.kernels import select
@@ -30,3 +32,36 @@ def test_rows_alone_are_compared_with_rows_together(monkeypatch) -> None:
 
     monkeypatch.setattr(DeepseekV41, "forward", moved)
     assert measure(share, CPU).rows_alone_differ == 6  # of two sequences, three rows each
+
+
+def test_a_machine_without_a_gpu_is_told_so_and_the_command_that_it_is_told_works(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert "no GPU" in said.err and not said.out
+    _, _, command = NO_GPU.partition("say ")
+    assert main([*shlex.split(command), "--steps", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "18 rows, not invariant",
+        "18 rows, batch invariant",
+        "3 rows, not invariant",
+        "3 rows, batch invariant",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "tiny", "--ep", "2", "--nextn", "5", "6"], "nextn: preset tiny drafts 5 tokens at once, got 6"),
+        (["--ep", "8"], "GiB are available; run it on a GPU"),
+        (["--device", "gpu"], "device: 'gpu' is not one of"),
+    ],
+)
+def test_what_the_last_of_several_runs_would_fail_for_is_said_before_the_first(
+    arguments: list[str], words: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("batch_invariance.measure", lambda *_: pytest.fail("something was measured first"))
+    monkeypatch.setattr("deepinfer.bench.rank_memory.available_bytes", lambda: 8 << 30)
+    assert main(["--device", "cpu", *arguments]) == 2
+    assert words in capsys.readouterr().err
