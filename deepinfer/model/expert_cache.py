@@ -3,10 +3,10 @@ one laid out (`kernels/triton/experts_layout.py`).
 
     DIRECTORY/<layout and checkpoint>/<layer>.experts     head, JSON, padded to 4 KiB; then the bank's tensors
 
-A file is written beside its name and then renamed, so nobody ever reads half of one; it is mapped, and every 64 MiB of
-it are checked against their CRC-32 before they are used. What does not fit (another checkpoint, another layout, another
-part of the experts), is cut short or damaged is told of in the log and written anew: the cache is never the reason why
-a model is another one.
+A file is written beside its name and then renamed, so nobody ever reads half of one, and the next load removes what a
+killed process left (`temporary_file.py`); it is mapped, and every 64 MiB of it are checked against their CRC-32 before
+they are used. What does not fit (another checkpoint, another layout, another part of the experts), is cut short or
+damaged is told of in the log and written anew: the cache is never the reason why a model is another one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 import mmap
-import os
 import shutil
 import tempfile
 import zlib
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.model.digest import model_digest
+from deepinfer.model.temporary_file import remove_abandoned, replacing
 
 if TYPE_CHECKING:
     from deepinfer.kernels.triton.experts_layout import ShuffledBank
@@ -39,6 +39,7 @@ MAGIC = b"DIEXPERT"
 HEAD = 4096  # bytes that the head is padded to a multiple of
 PIECE = 64 << 20  # bytes that are checked at once, by one thread
 THREADS = 8
+SUFFIX = ".experts"
 
 
 class ExpertCache:
@@ -54,8 +55,11 @@ class ExpertCache:
 
     def check(self, banks: Iterable[tuple[str, int]]) -> None:
         """Names of banks and their bytes, all that will be asked for. ValueError where those that are missing cannot be
-        written: the directory cannot be made or written to, or has no room for them."""
+        written: the directory cannot be made or written to, or has no room for them. Removes what processes left that
+        were killed while they wrote."""
         try:
+            if freed := remove_abandoned(self.directory, SUFFIX):
+                logger.info("expert_cache: %.2f GiB of a killed process's files removed", freed / 2**30)
             missing = sum(size + HEAD for name, size in banks if not self._file(name).exists())
             if not missing:
                 return
@@ -93,22 +97,14 @@ class ExpertCache:
         head = {**self._expected(name, bank), "rounded": rounded, "checks": _checks(parts)}
         text = json.dumps(head).encode()
         start = -(-(len(MAGIC) + 8 + len(text)) // HEAD) * HEAD
-        temporary = None
         try:
-            with tempfile.NamedTemporaryFile(dir=self.directory, prefix=f".{file.name}.", delete=False) as stream:
-                temporary = Path(stream.name)
+            with replacing(file) as stream:
                 stream.write((MAGIC + len(text).to_bytes(8, "little") + text).ljust(start, b"\0"))
                 for part in parts:
                     stream.write(part.data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.chmod(0o644)  # a temporary file is its owner's alone
-            temporary.replace(file)
         except OSError as error:
             self._full = True
             logger.warning("expert_cache: %s was not written, nor will more be: %s", file, error)
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
             return
         self.written_layers += 1
 
@@ -121,7 +117,7 @@ class ExpertCache:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _file(self, name: str) -> Path:
-        return self.directory / f"{name}.experts"
+        return self.directory / f"{name}{SUFFIX}"
 
     def _expected(self, name: str, bank: ShuffledBank) -> dict[str, Any]:
         sizes = {"first": bank.first, "experts": bank.experts, "inner": bank.inner, "width": bank.width}

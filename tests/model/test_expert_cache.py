@@ -184,11 +184,22 @@ def test_a_disk_that_fills_up_meanwhile_costs_the_cache_and_not_the_model(
     def full(file: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(expert_cache.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert same(loaded(checkpoint, cache), plain)
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "nor will more be" in warning.getMessage() and "No space left" in warning.getMessage()
     assert not files(cache) and not list(cache.glob("*/.*"))
+
+
+def test_what_a_killed_load_left_does_not_fill_the_disk_for_good(checkpoint: Path, cache: Path, caplog) -> None:
+    plain = loaded(checkpoint, cache)
+    one, other = files(cache)
+    abandoned = one.with_name(f".{one.name}.abcdefgh")
+    one.rename(abandoned)
+    caplog.clear()
+    assert same(loaded(checkpoint, cache), plain)
+    assert "GiB of a killed process's files removed" in caplog.text and "1 layers read" in caplog.text
+    assert files(cache) == [one, other] and not abandoned.exists()
 
 
 def test_the_size_of_a_bank_is_known_before_it_is_made() -> None:
