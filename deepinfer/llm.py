@@ -33,7 +33,8 @@ class LLM:
     """A loaded model that answers prompts. Threads may share one: their requests are batched together.
 
     model: a local Hugging Face directory, a hub id, or "nano"; None = DEEPINFER_HF_MODEL_DIR, else "nano". verbose:
-    print the effective settings and the loading progress to stderr. All other arguments are the fields of
+    print the effective settings and the loading progress to stderr; without it, settings that have no effect are
+    warnings in the log. All other arguments are the fields of
     `EngineArguments` (engine/arguments.py), where each is explained; `help(LLM.__init__)` shows them with their
     defaults. What cannot be had is refused with a reason or stated in the printed settings.
     Raises ValueError naming the argument, the field of config.json, or the file; TypeError for an unknown argument.
@@ -44,6 +45,8 @@ class LLM:
         self, model: str | Path | None = None, *, verbose: bool = True, **arguments: Unpack[Arguments]
     ) -> None:
         chosen = resolve_settings(EngineArguments(**arguments))
+        if not verbose:
+            chosen.warn()
         self.path = resolve_model(None if model is None else str(model))
         self.tokenizer = Tokenizer.from_directory(self.path)
         self.model, self.engine_config = load(self.path, chosen, progress=verbose)

@@ -18,6 +18,7 @@ from deepinfer import LLM, InvalidRequestError, SamplingParams
 from deepinfer.cache.formats import block_bytes, staging_bytes
 from deepinfer.engine.arguments import EngineArguments
 from deepinfer.engine.build import engine_config
+from deepinfer.engine.model_core import ModelCore
 from deepinfer.engine.settings import resolve_settings
 from deepinfer.engine.sizing import divide_memory, fit
 from deepinfer.model.presets import preset
@@ -622,6 +623,25 @@ def test_environment_gives_the_defaults(monkeypatch) -> None:
 def test_keep_tokens_without_truncation_are_said_to_be_without_effect(tiny_checkpoint: Path, capsys) -> None:
     LLM(tiny_checkpoint, device="cpu", max_model_len=256, yoco_keep_tokens=1 << 30)
     assert 'yoco_keep_tokens 1073741824 without effect: yoco_truncation is "off"' in capsys.readouterr().err
+
+
+def test_who_wants_no_settings_printed_is_still_told_which_have_no_effect(
+    tiny_checkpoint: Path, caplog, capsys
+) -> None:
+    wish = {"device": "cpu", "max_model_len": 256, "yoco_keep_tokens": 1 << 30, "wide_outputs": True}
+    expected = [
+        'yoco_keep_tokens 1073741824 without effect: yoco_truncation is "off"',
+        "wide_outputs without effect: no GPU kernels read it",
+    ]
+    LLM(tiny_checkpoint, verbose=False, **wish)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == expected
+    assert capsys.readouterr().err == ""
+    caplog.clear()
+    ModelCore.of(tiny_checkpoint, **wish)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == expected
+    caplog.clear()
+    LLM(tiny_checkpoint, verbose=True, **wish)  # prints them
+    assert not caplog.records
 
 
 def test_decode_perplexity_comes_from_the_token_logprobs(llm) -> None:

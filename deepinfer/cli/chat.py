@@ -66,7 +66,7 @@ def chat(
     nextn: options.Nextn = None,
     mtp_varlen: options.MtpVarlen = None,
     batch_invariant: options.BatchInvariant = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No settings on stderr.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No settings on stderr, warnings alone.")] = False,
     debug: options.Debug = False,
 ) -> None:  # fmt: skip
     """Reads lines, streams answers: answers on stdout, all else on stderr."""

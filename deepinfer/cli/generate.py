@@ -129,7 +129,9 @@ def generate(
     dp: options.Dp = None,
     cp: options.Cp = 1,
     disable_eplb: options.DisableEplb = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No settings and no progress on stderr.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No settings and no progress on stderr, warnings alone.")
+    ] = False,
     debug: options.Debug = False,
 ) -> None:
     """Reads the flags, runs LLM.generate, prints."""

@@ -32,6 +32,8 @@ class ModelCore:
         what depends on the model is checked where the core is made. ValueError naming the argument, TypeError for an
         unknown one."""
         settings = resolve_settings(EngineArguments(**arguments))
+        if not verbose:
+            settings.warn()
         return cls(path=resolve_model(None if model is None else str(model)), settings=settings, verbose=verbose)
 
     def __call__(self, startup: Startup) -> EngineCore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from deepinfer.env import VARIABLES, Environment, read_environment
 from deepinfer.kernels import select
 from deepinfer.kernels.device import resolve_device
 from deepinfer.model.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DTYPES = ("float32", "bfloat16")
@@ -72,6 +75,12 @@ class Settings:
     """Steps between two progress lines, 0 = none."""
     notes: tuple[str, ...]
     """One line for every wish that is part of the interface and not in force."""
+
+    def warn(self) -> None:
+        """The notes as warnings in the log: for who does not print `describe`, for a wish that is not in force is no
+        detail."""
+        for note in self.notes:
+            logger.warning("%s", note)
 
     def describe(self, path: Path, model: ModelConfig, config: EngineConfig, drafting: tuple[str, ...] = ()) -> str:
         """The lines printed at start: what is in force, with the numbers that follow from model and memory. drafting:
