@@ -65,7 +65,8 @@ class EngineArguments:
     wide_outputs: bool | None = None
     """Keep the first output projection of every layer in bfloat16 beside FP8 on a GPU: steps of 96 rows and more are
     faster (2 % at 384), for 64 MiB a layer of the released model (2.7 GiB). None = where so many rows may come and it
-    takes at most a sixteenth of the memory that is left for the cache. Never read with batch_invariant."""
+    takes at most a sixteenth of the memory that is left for the cache; True = also where it takes more, an error where
+    it does not fit; False = never. Never read with batch_invariant."""
     expert_cache: str | None = None
     """Directory that keeps the experts in the order of the GPU kernels, so that the next load need not lay them out: as
     many bytes as the experts have; None = nothing is kept."""

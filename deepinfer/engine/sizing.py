@@ -61,7 +61,10 @@ def keeps_wide_outputs(*, wished: bool | None, size: int, free: int, rows: int) 
     cache once all else is loaded; rows: of the largest step of decoding. ValueError where it is wished and does not
     fit."""
     if wished and size > free:
-        raise ValueError(f"wide_outputs: {size:,} bytes do not fit into the {max(0, free):,} that are free; use False")
+        raise ValueError(
+            f"wide_outputs: the copies take {size:,} bytes, and {max(0, free):,} are left beside the weights; leave "
+            "wide_outputs out to keep them only where there is room, or raise gpu_memory_utilization"
+        )
     return wished if wished is not None else size > 0 and rows >= WIDE_ROWS and size <= free * WIDE_SHARE
 
 

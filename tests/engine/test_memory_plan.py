@@ -20,7 +20,7 @@ from deepinfer.engine.memory_plan import (
     working_memory,
 )
 from deepinfer.engine.settings import resolve_settings
-from deepinfer.engine.sizing import keeps_wide_outputs
+from deepinfer.engine.sizing import WIDE_ROWS, keeps_wide_outputs
 from deepinfer.model.presets import flash, preset
 
 FLASH = flash()
@@ -76,9 +76,14 @@ def test_wide_outputs_are_kept_where_asked_or_where_they_pay_and_fit(wished, siz
     assert keeps_wide_outputs(wished=wished, size=size, free=16 << 30, rows=rows) is kept
 
 
-def test_wide_outputs_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="wide_outputs: 11 bytes do not fit into the 10 that are free; use False"):
-        keeps_wide_outputs(wished=True, size=11, free=10, rows=1)
+def test_wide_outputs_that_do_not_fit_are_refused_with_what_to_do_instead():
+    with pytest.raises(
+        ValueError, match=r"^wide_outputs: .* 11 bytes, and 10 are left .*; leave wide_outputs out"
+    ) as no:
+        keeps_wide_outputs(wished=True, size=11, free=10, rows=WIDE_ROWS)
+    assert "raise gpu_memory_utilization" in str(no.value)
+    assert not keeps_wide_outputs(wished=None, size=11, free=10, rows=WIDE_ROWS)  # as it says
+    assert keeps_wide_outputs(wished=True, size=11, free=11, rows=1)
 
 
 def test_wide_outputs_that_nobody_reads_are_told():
