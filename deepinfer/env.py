@@ -43,6 +43,7 @@ class Environment:
     nextn_decode: int
     mtp_varlen: bool
     batch_invariant: bool
+    cuda_kernels: bool
     yoco_truncation_mode: str
     yoco_keep_tokens: int
     num_extra_experts: int
@@ -114,6 +115,11 @@ VARIABLES: tuple[Variable, ...] = (
         "A request gives the same bits alone and in any company, whatever its seed. 1 is refused where an operator "
         "cannot promise it: it needs float32 on a CPU with its kernels or bfloat16 on a Hopper GPU, and exact prefix "
         "hits.", "LLM, engine",
+    ),
+    Variable(
+        "DEEPINFER_CUDA_KERNELS", "cuda_kernels", "0, 1", _switch, True,
+        "On a Hopper GPU, the kernels in CUDA C++ where they serve; 0 = Triton's in their place, to compare them or to "
+        "do without a CUDA compiler. Results differ by roundings.", "kernels/cuda",
     ),
     Variable(
         "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "yoco_truncation_mode", "compact, off",

@@ -1,4 +1,4 @@
-"""The Triton twins as the model calls them: `select` comes here for bfloat16 on a GPU.
+"""The GPU kernels as the model calls them: `select` comes here for bfloat16 on a GPU.
 
 Rows that are multiplied with FP8 weights are quantised once: what quantised them last is kept with the tensor
 (`quantized`), and read by all products that take it.
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer.kernels.cuda import attention as cuda_attention
 from deepinfer.kernels.gpu_weights import FoldedWeight, GroupedWeight, ShuffledExperts, SplitHeads
 from deepinfer.kernels.layer_weights import HyperWeights, MoeWeights, OutputWeights, QueryWeights
 from deepinfer.kernels.streams import beside, fork
@@ -55,8 +56,7 @@ hyper_expand, hyper_collapse, hyper_collapse_norm = hyper.hyper_expand, hyper.hy
 markov_chain, sample = markov.markov_chain, sampling.sample
 engram_inject, ngram_rows, compress_pairs = engram.engram_inject, engram.ngram_rows, compressor.compress_pairs
 rms_norm, apply_rope = norm.rms_norm, rope.apply_rope
-serves_attention, sparse_attention = attention.serves, attention.sparse_attention
-unpacks_heads, attention_unpacked = attention_prefill.unpacks_heads, attention_prefill.attention_unpacked
+serves_attention, attention_unpacked = attention.serves, attention_prefill.attention_unpacked
 unpack_window, unpack_compressed = attention_prefill.unpack_window, attention_prefill.unpack_compressed
 index_scores = plain_scores
 
@@ -87,6 +87,30 @@ def insert_windows(kv: Tensor, places: Tensor) -> None:
     if numbers is None or len(numbers) < len(kv):
         numbers = _counted[kv.device] = torch.arange(max(len(kv), 4096), dtype=torch.int32, device=kv.device)
     records.insert_window(kv, places, numbers[: len(kv)])
+
+
+def sparse_attention(
+    q: Tensor,
+    window_pool: Tensor,
+    window_indices: Tensor,
+    kv_pool: Tensor | None,
+    kv_indices: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    *,
+    invariant: bool = False,
+) -> Tensor:
+    """As `triton.attention.sparse_attention`, in CUDA C++ where that serves."""
+    module = cuda_attention if cuda_attention.serves(q, window_pool, kv_pool) else attention
+    return module.sparse_attention(
+        q, window_pool, window_indices, kv_pool, kv_indices, sink, scale, invariant=invariant
+    )
+
+
+def gains_by_unpacking(q: Tensor, window_pool: Tensor) -> bool:
+    """Whether many queries in split order go faster over keys that `unpack_window` and `unpack_compressed` gave: where
+    the kernel over records is Triton's."""
+    return attention_prefill.unpacks_heads(q) and not cuda_attention.serves(q, window_pool, None)
 
 
 # -- products -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepinfer.kernels.cuda import attention
 from deepinfer.kernels.select import backends
 
 GIB = 1 << 30
@@ -44,6 +45,7 @@ def facts() -> Iterator[Fact]:
         yield device_fact(index, torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)[0], problem)
         if problem is None:
             yield from kernel_facts(device)
+            yield cuda_fact(device)
     yield pinned_fact(memory_of_host())
 
 
@@ -76,6 +78,14 @@ def kernel_facts(device: torch.device) -> Iterator[Fact]:
     for name, modules in OPERATIONS.items():
         missing = [reason for module in modules if (reason := _import_problem(module)) is not None]
         yield "gpu kernels", "no" if missing else "ok", f"{name}{': ' if missing else ''}{'; '.join(missing)}"
+
+
+def cuda_fact(device: torch.device) -> Fact:
+    """Whether the kernels in CUDA C++ could be built and loaded, by which compiler, and if not why."""
+    if (problem := attention.problem(device)) is not None:
+        return "cuda c++", "note", f"sparse attention runs in Triton, slower: {' '.join(problem.split())}"
+    shape = f"{attention.HEADS} heads of {attention.DIM} dims"
+    return "cuda c++", "ok", f"sparse attention, {shape}, built by {attention.compiler()}"
 
 
 def trial(device: torch.device) -> str | None:

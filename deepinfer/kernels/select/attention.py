@@ -47,7 +47,8 @@ MOST_UNPACKED = 1 << 17  # entries that are unpacked at once: 128 MiB of keys of
 
 def unpacks_keys(q: Tensor, window_pool: Tensor) -> bool:
     """Whether queries [N, heads, size] in split order go over keys that were unpacked before."""
-    return len(q) >= UNPACKED_ROWS and window_pool.dtype == torch.uint8 and gpu_fast(q) and gpu().unpacks_heads(q)
+    many = len(q) >= UNPACKED_ROWS and window_pool.dtype == torch.uint8
+    return many and gpu_fast(q) and gpu().gains_by_unpacking(q, window_pool)
 
 
 def unpack_entries(pool: Tensor, rows: Tensor) -> Tensor:

@@ -1,0 +1,178 @@
+"""`attention.cu` from Python: the released model's attention over packed records, on Hopper.
+
+Same meaning, layouts and errors as `triton.attention`, which serves all other shapes and every machine on which this
+kernel cannot be built. A list is cut among the blocks of a cluster where rows alone do not fill the device; they put
+their parts together without a second launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepinfer.env import read_environment
+from deepinfer.kernels.cuda.build import CudaBuildError, built
+from deepinfer.kernels.cuda.driver import CudaError, Kernel
+from deepinfer.kernels.reference.records import compressed_bytes, window_bytes
+
+HEADS, DIM = 64, 512
+KEYS = 64  # a tile
+THREADS = 512  # of a block, of which a multiprocessor holds one
+SHARED_BYTES = 232_448  # all that a block of Hopper can have
+MOST_PARTS = 8  # blocks of a portable cluster
+# Params of attention.cu: 7 pointers, 2 strides, rows, W, K, wstep, kstep, parts, scale2, and the structure's own end.
+PARAMS = "7Q2q6if4x"
+LOG2E = 1.4426950408889634
+KEY_SCALE = 128.0  # the kernel's keys carry 2^-7
+CAPABILITY = (9, 0)  # sm_90a runs on nothing else
+ALIGNMENT = 16  # bytes that are copied at once
+WINDOW_BYTES, ENTRY_BYTES = window_bytes(DIM), compressed_bytes(DIM)
+
+logger = logging.getLogger(__name__)
+
+
+class _Device(NamedTuple):
+    kernel: Kernel
+    sms: int  # multiprocessors
+
+
+_lock = threading.Lock()
+_devices: dict[int, _Device | str] = {}  # by torch's number: loaded there, or why not
+
+
+def serves(q: Tensor, window_pool: Tensor, kv_pool: Tensor | None) -> bool:
+    """Whether `sparse_attention` takes these: bf16 queries of 64 heads of 512 dims, contiguous pools of packed records,
+    a device of compute capability 9.0 where the kernel could be built. The first question builds and loads it;
+    RuntimeError if that is while a graph is captured."""
+    if not q.is_cuda or q.dtype != torch.bfloat16 or q.shape[1:] != (HEADS, DIM) or q.data_ptr() % ALIGNMENT:
+        return False
+    if not _is_pool(window_pool, WINDOW_BYTES) or not (kv_pool is None or _is_pool(kv_pool, ENTRY_BYTES)):
+        return False
+    return isinstance(_device(q.get_device()), _Device)
+
+
+def _is_pool(pool: Tensor, width: int) -> bool:
+    return (
+        pool.dtype == torch.uint8
+        and pool.shape[1] == width
+        and pool.is_contiguous()
+        and pool.data_ptr() % ALIGNMENT == 0
+    )
+
+
+def problem(device: torch.device) -> str | None:
+    """Why the kernel does not run on a device of any kind, None if it does. Builds and loads it."""
+    if device.type != "cuda":
+        return f"it is made for CUDA devices, not for {device.type}"
+    found = _device(torch.cuda.current_device() if device.index is None else device.index)
+    return found if isinstance(found, str) else None
+
+
+def _device(index: int) -> _Device | str:
+    found = _devices.get(index)
+    if found is None:
+        with _lock:
+            if index not in _devices:
+                _devices[index] = _prepared(index)
+            found = _devices[index]
+    return found
+
+
+def _prepared(index: int) -> _Device | str:
+    properties = torch.cuda.get_device_properties(index)
+    capability = properties.major, properties.minor
+    if capability != CAPABILITY:
+        return f"it is made for compute capability 9.0, not for {capability[0]}.{capability[1]}"
+    try:
+        if not read_environment().cuda_kernels:
+            raise CudaBuildError("DEEPINFER_CUDA_KERNELS=0 switches the kernels in CUDA C++ off")
+        kernel, _ = _kernel()
+        kernel.load(index)
+    except (CudaBuildError, CudaError) as error:
+        logger.warning("attention runs in Triton on cuda:%d, slower than in CUDA C++: %s", index, error)
+        return str(error)
+    return _Device(kernel, properties.multi_processor_count)
+
+
+@functools.cache
+def _kernel() -> tuple[Kernel, str]:
+    """The kernel, and which compiler built it. CudaBuildError."""
+    image, compiler = built("attention.cu")
+    return Kernel(image, "attention", params=PARAMS, threads=THREADS, shared_bytes=SHARED_BYTES), compiler
+
+
+def compiler() -> str:
+    """Which compiler built the kernel, with its version. CudaBuildError."""
+    return _kernel()[1]
+
+
+def sparse_attention(
+    q: Tensor,
+    window_pool: Tensor,
+    window_indices: Tensor,
+    kv_pool: Tensor | None,
+    kv_indices: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    *,
+    invariant: bool = False,
+) -> Tensor:
+    """q bf16 [N, 64, 512] in split order over window_pool uint8 [R, 528] at window_indices [N, W], then kv_pool uint8
+    [R2, 288] at kv_indices [N, K]; both or neither of the last two. -> bf16 [N, 64, 512] in split order.
+
+    Indices int32 or int64, -1 = empty wherever it stands. sink float32 [64] joins the denominator unscaled and has no
+    value. A row with no key gives exactly 0. Records that no index names are not read. Operands are FP16: queries
+    beyond +-65,504 give NaN, window records of block scales below 2^-8 an absolute error of 2^-18 an element.
+
+    How many parts a row's list is cut into depends on N. `invariant`: never more than one, so that a row's bits do not
+    depend on the rows beside it.
+    """
+    if not serves(q, window_pool, kv_pool):
+        raise ValueError(f"queries {q.dtype} {tuple(q.shape)} over these pools are not served (see `serves`)")
+    device = q.get_device()
+    ready = _devices[device]
+    assert isinstance(ready, _Device)
+    rows = len(q)
+    q, sink = q.contiguous(), sink.float().contiguous()
+    window_indices, window_step = _words(window_indices)
+    window, selected, entry_step, entry_stride = window_indices.shape[1], 0, 1, 0
+    pool_at = list_at = 0
+    if kv_pool is not None and kv_indices is not None:
+        kv_indices, entry_step = _words(kv_indices)
+        selected, entry_stride = kv_indices.shape[1], kv_indices.stride(0) * entry_step
+        pool_at, list_at = kv_pool.data_ptr(), kv_indices.data_ptr()
+    tiles = -(-window // KEYS) - (-selected // KEYS)
+    if rows == 0 or tiles == 0:
+        return torch.zeros_like(q)
+    out = torch.empty_like(q)
+    parts = 1 if invariant else parts_of(rows, tiles, ready.sms)
+    ready.kernel.launch(
+        device,
+        parts * min(rows, ready.sms // parts),
+        parts,
+        *(q.data_ptr(), window_pool.data_ptr(), window_indices.data_ptr(), pool_at, list_at),
+        *(sink.data_ptr(), out.data_ptr(), window_indices.stride(0) * window_step, entry_stride),
+        *(rows, window, selected, window_step, entry_step, parts, scale * LOG2E * KEY_SCALE),
+    )
+    return out
+
+
+def _words(indices: Tensor) -> tuple[Tensor, int]:
+    """The list with neighbours side by side, and how many 32-bit words an index takes. ValueError: other integers."""
+    step = {torch.int32: 1, torch.int64: 2}.get(indices.dtype)
+    if step is None:
+        raise ValueError(f"indices must be int32 or int64, not {indices.dtype}")
+    return (indices if indices.shape[1] < 2 or indices.stride(1) == 1 else indices.contiguous()), step
+
+
+def parts_of(rows: int, tiles: int, sms: int) -> int:
+    """Blocks that share a row: the fewest whose longest part is as short as it can be while all rows run at once, so
+    parts are of equal length but for the last. 1 where rows alone fill the device."""
+    most = max(1, min(MOST_PARTS, tiles, sms // max(rows, 1)))
+    longest = -(-tiles // most)
+    return -(-tiles // max(longest, 1))
