@@ -17,8 +17,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 if CUDA:  # elsewhere nothing here runs
+    from deepinfer.kernels.cuda import attention as cuda_attention
+    from deepinfer.kernels.triton import attention as triton_attention
     from deepinfer.kernels.triton import index_keys, paging, records
-    from deepinfer.kernels.triton.attention import sparse_attention
     from deepinfer.kernels.triton.indexer import IndexQueries, choose_entries, plan_step
 
 pytestmark = twins_alone
@@ -57,8 +58,10 @@ def test_records_are_written_far_away(insert: str, width: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 6, 200])  # decode, verify, a chunk of a prompt
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_attention_reads_far_away(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("family", ["triton", "cuda"])
+def test_attention_reads_far_away(rows: int, dtype: torch.dtype, family: str) -> None:
     torch.manual_seed(1)
+    sparse_attention = {"triton": triton_attention, "cuda": cuda_attention}[family].sparse_attention
     pools = []
     for width, insert in ((WINDOW, "insert_window"), (COMPRESSED, "insert_compressed")):
         pool, all_rows = large_pool(width), torch.arange(EDGE, device=DEVICE)
