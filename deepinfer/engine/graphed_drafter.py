@@ -14,7 +14,7 @@ from deepinfer.cache.storage import CacheStorage
 from deepinfer.engine.device_round import DraftsOfRound
 from deepinfer.engine.graphs import COUNTS
 from deepinfer.engine.rounds import RoundDraftModel
-from deepinfer.kernels.streams import Graph, OutOfMemory, record
+from deepinfer.kernels.streams import Event, Graph, OutOfMemory, record
 from deepinfer.kernels.triton.sampling_rows import RowLaws
 from deepinfer.speculation.propose import Drafter, DraftLaw, Proposal, Rule
 
@@ -28,7 +28,9 @@ class PaddedDraft:
         device = storage.device
         self.count = count
         self._drafter, self._null_slot = drafter, storage.null_slot
-        self._host = torch.zeros(3, count, dtype=torch.int64, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(3, count, dtype=torch.int64, pin_memory=pinned)
+        self._copied = Event() if pinned else None
         self._host[0] = self._null_slot
         self._numbers = self._host.to(device, copy=True)
         self._slots, lengths, self._drawn = self._numbers
@@ -47,11 +49,15 @@ class PaddedDraft:
 
     def run(self, slots: Whole, lengths: Whole, anchors: Tensor, law: DraftLaw) -> Proposal:
         """As `Drafter.propose`; lengths int64 [R]: where the anchors stand. Good until the next pass."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before has left the host's buffer
         host, used = self._host.numpy(), len(slots)
         host[0, :used], host[0, used:] = slots, self._null_slot
         host[1, :used], host[1, used:] = lengths, 0
         host[2, :used], host[2, used:] = law.rules != Rule.GREEDY, 0
         self._numbers.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
         self._anchors[:used].copy_(anchors)
         self._heat[:used].copy_(law.temperature)
         self._heat.mul_(self._drawn)

@@ -159,6 +159,9 @@ class Rounds:
             logits = step.play()
             self._finish_eagerly(step.rows, logits, variant)
             work = partial(self._finish_eagerly, step.rows, logits, variant)
+            # `record` waits for the device, rounds in flight included, and has to: this order was begun and never
+            # collected, so no event says when its copy has left the page-locked memory that `begin` writes next. It
+            # costs one stop per step size and variant, beside a recording that takes longer.
             self._finishes[key], _ = record(work, self._forward.memory_pool)
         return self._finishes[key]
 
