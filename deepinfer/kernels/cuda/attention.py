@@ -31,6 +31,7 @@ LOG2E = 1.4426950408889634
 KEY_SCALE = 128.0  # the kernel's keys carry 2^-7
 CAPABILITY = (9, 0)  # sm_90a runs on nothing else
 ALIGNMENT = 16  # bytes that are copied at once
+WORDS = {torch.int32: 1, torch.int64: 2}  # 32-bit words of an index
 WINDOW_BYTES, ENTRY_BYTES = window_bytes(DIM), compressed_bytes(DIM)
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ def sparse_attention(
 
 def _words(indices: Tensor) -> tuple[Tensor, int]:
     """The list with neighbours side by side, and how many 32-bit words an index takes. ValueError: other integers."""
-    step = {torch.int32: 1, torch.int64: 2}.get(indices.dtype)
+    step = WORDS.get(indices.dtype)
     if step is None:
         raise ValueError(f"indices must be int32 or int64, not {indices.dtype}")
     return (indices if indices.shape[1] < 2 or indices.stride(1) == 1 else indices.contiguous()), step
