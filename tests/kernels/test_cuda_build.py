@@ -21,11 +21,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepinfer.kernels import gpu_report
+from deepinfer.kernels import gpu_report, select
 from deepinfer.kernels.build_cache import SEAL
 from deepinfer.kernels.cuda import attention, build, driver
 from deepinfer.kernels.cuda.build import Compiler, CudaBuildError, Sources, built
 from deepinfer.kernels.cuda.driver import CudaError, Kernel
+from deepinfer.kernels.reference.records import window_bytes
+from deepinfer.kernels.select import attention as select_attention
+from deepinfer.kernels.select import backends
 
 KERNEL = """
 #include <stdint.h>
@@ -269,6 +272,25 @@ def test_queries_on_a_cpu_are_not_served() -> None:
     assert not attention.serves(q, pool, None)
     with pytest.raises(ValueError, match="not served"):
         attention.sparse_attention(q, pool, torch.zeros(1, 4, dtype=torch.int32), None, None, torch.zeros(64), 1.0)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_where_it_serves_it_runs_and_nothing_is_unpacked(monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
+    def attend(*arguments: object, invariant: bool) -> tuple[str, bool]:
+        return "CUDA C++", invariant
+
+    twin = SimpleNamespace(serves=lambda q, window_pool, kv_pool: served, sparse_attention=attend)
+    with select.interpreted_gpu():
+        monkeypatch.setattr(backends.gpu(), "cuda_attention", twin)
+        monkeypatch.setattr(backends.gpu().attention, "sparse_attention", lambda *_, invariant: ("Triton", invariant))
+        q = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
+        pool = torch.zeros(4, window_bytes(128), dtype=torch.uint8)
+        many = q.expand(select_attention.UNPACKED_ROWS, -1, -1)
+        assert select.unpacks_keys(many, pool) is not served
+        assert not select.unpacks_keys(many[1:], pool)
+        indices, sink = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(8)
+        out = select.sparse_attention(q, pool, indices, None, None, sink, 1.0, split=True, invariant=True)
+    assert out == ("CUDA C++" if served else "Triton", True)
 
 
 def test_rows_are_shared_by_as_few_blocks_as_make_parts_short() -> None:
