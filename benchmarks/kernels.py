@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -146,6 +147,17 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
+def unwritable(file: Path) -> str | None:
+    """Why figures could not be written to a file, None if they can: asked before they are measured."""
+    if not file.parent.is_dir():
+        return f"there is no directory {file.parent}; make it, or name another file"
+    if file.is_dir():
+        return f"{file} is a directory; name a file"
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        return f"{file} may not be written to; name another file"
+    return None
+
+
 def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument(
@@ -165,10 +177,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(argv)
-    cases, missing = found_cases(options.only)
-    cases = [case for case in cases if options.match is None or options.match in case.name]
+    if options.json is not None and (reason := unwritable(options.json)):
+        parser().error(f"--json: {reason}")
+    found, missing = found_cases(options.only)
     for area, reason in missing.items():
         print(f"no cases of {area}: {reason}", file=sys.stderr)
+    cases = [case for case in found if options.match is None or options.match in case.name]
+    if options.match is not None and not cases:
+        names = "".join(f"\n  {case.name}" for case in found)
+        parser().error(
+            f"--match: no case of {', '.join(options.only)} has {options.match!r} in its name; there is{names}"
+        )
     if options.list:
         for case in cases:
             size = f"{case.bytes / 1e6:10.1f} MB {case.flops / 1e9:10.1f} GFLOP"
@@ -205,7 +224,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         result["cases"].append(measured(case, rates, peers, device))
         print("  ".join(row(result["cases"][-1])), flush=True)
         if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print(table(result["cases"]))
 

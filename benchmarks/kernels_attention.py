@@ -1,22 +1,25 @@
 """Sparse attention over packed records, the records themselves and the rows of a step, for `kernels.py`.
 
-Attention: records at random rows of two pools that are together three times the second-level cache, four sets of lists
-taken in turn, checked against float64 of the same records. "Shared": the rows of a request have windows shifted by one
-and choose among common entries, as the rows of a verify step do.
+Attention, in CUDA C++ and in Triton: records at random rows of two pools, together three times the second-level cache,
+four sets of lists in turn, checked against float64 of the same records. "Shared": the rows of a request have windows
+shifted by one and choose among common entries, as in a verify step. "Block of drafts": they see all of one window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 from kernel_cases import KernelCase, Prepared
 from torch import Tensor
 
+from deepinfer.kernels.cuda import attention as cuda_attention
 from deepinfer.kernels.reference import paging as reference_paging
 from deepinfer.kernels.reference import records
+from deepinfer.kernels.triton import attention as triton_attention
 from deepinfer.kernels.triton import paging
-from deepinfer.kernels.triton.attention import sparse_attention
 from deepinfer.kernels.triton.attention_prefill import attention_unpacked, unpack_compressed, unpack_window
 from deepinfer.kernels.triton.records import insert_compressed, insert_window
 from deepinfer.kernels.triton.rope import split_order
@@ -25,23 +28,53 @@ HEADS, DIM, WINDOW, SELECTED = 64, 512, 128, 512
 WINDOW_BYTES, ENTRY_BYTES = records.window_bytes(DIM), records.compressed_bytes(DIM)
 POOL_ROWS = 262_144
 SETS = 4  # of lists: one set of 128 rows names 27 MB of records
-TOLERANCE = 2.6e-3  # probabilities are rounded to bf16; the result's own rounding is 1.65e-3
 CONTEXT = 32_768  # entries that the queries of a prefill chunk choose from
-# (batch, rows, selected): us wanted here (issue 6), FlashMLA on V4's records in the scouting run (kernels.md 4)
-DECODE: dict[tuple[int, int, int], tuple[float | None, float | None]] = {
-    (1, 1, SELECTED): (None, 13.9),
-    (1, 6, SELECTED): (None, None),
-    (16, 1, SELECTED): (None, 17.8),
-    (128, 1, SELECTED): (75.0, 44.5),
-    (256, 1, SELECTED): (147.0, 85.0),
-    (64, 6, SELECTED): (216.0, 126.0),
-    (16, 1, 0): (None, None),
-    (256, 1, 0): (None, None),
-}
+Family = Literal["CUDA", "Triton"]
+ATTENTION = {"CUDA": cuda_attention.sparse_attention, "Triton": triton_attention.sparse_attention}
+# The result's own rounding is 1.65e-3. Triton's kernel rounds probabilities to bf16 as the release does.
+TOLERANCE: dict[Family, float] = {"CUDA": 1.9e-3, "Triton": 2.6e-3}
 
 
+class Step(NamedTuple):
+    """Rows of a decode step. Microseconds: wanted of the kernel in CUDA C++ (issue 7) and in Triton (issue 6), and
+    FlashMLA's on V4's records in the scouting run (kernels.md 4)."""
+
+    batch: int
+    rows: int
+    lists: Literal["own lists", "shared lists", "windows alone", "block of drafts"] = "own lists"
+    cuda_us: float | None = None
+    triton_us: float | None = None
+    flashmla_us: float | None = None
+
+    @property
+    def window(self) -> int:
+        return WINDOW + self.rows if self.lists == "block of drafts" else WINDOW
+
+    @property
+    def selected(self) -> int:
+        return SELECTED if self.lists in ("own lists", "shared lists") else 0
+
+
+STEPS = (
+    Step(1, 1, cuda_us=10.0, flashmla_us=13.9),
+    Step(1, 6),
+    Step(16, 1, cuda_us=14.0, flashmla_us=17.8),
+    Step(128, 1, cuda_us=29.0, triton_us=75.0, flashmla_us=44.5),
+    Step(256, 1, cuda_us=56.0, triton_us=147.0, flashmla_us=85.0),
+    Step(64, 6, cuda_us=82.0, triton_us=216.0, flashmla_us=126.0),
+    Step(64, 6, "shared lists", cuda_us=70.0, flashmla_us=116.0),
+    Step(1, 1, "windows alone"),
+    Step(16, 1, "windows alone"),
+    Step(128, 1, "windows alone"),
+    Step(256, 1, "windows alone", cuda_us=15.0),
+    Step(64, 5, "block of drafts"),
+)
+PREFILL_RATE = {"CUDA": 520e6, "Triton": 233e6}  # FLOP a microsecond that are wanted
+
+
+@cache
 def pools(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Window records and compressed records of Gaussian values with lognormal channel outliers."""
+    """Window records and compressed records of Gaussian values with lognormal channel outliers, made once."""
     window = torch.empty(POOL_ROWS, WINDOW_BYTES, dtype=torch.uint8, device=device)
     compressed = torch.empty(POOL_ROWS, ENTRY_BYTES, dtype=torch.uint8, device=device)
     for start in range(0, POOL_ROWS, 32_768):
@@ -51,13 +84,16 @@ def pools(device: torch.device) -> tuple[Tensor, Tensor]:
     return window, compressed
 
 
-def lists(batch: int, rows: int, selected: int, shared: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Window rows int32 [N, 128] and entry rows int32 [N, selected], N = batch * rows, of one step."""
-    count = batch * rows
-    if not shared:
-        return random_rows((count, WINDOW), device), random_rows((count, selected), device)
+def lists(step: Step, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Window rows int32 [N, window] and entry rows int32 [N, selected], N = batch * rows."""
+    batch, rows, selected = step.batch, step.rows, step.selected
+    if step.lists in ("own lists", "windows alone"):
+        return random_rows((batch * rows, WINDOW), device), random_rows((batch * rows, selected), device)
     starts = torch.randint(0, POOL_ROWS - WINDOW - rows, (batch, 1, 1), device=device)
-    window = starts + torch.arange(rows, device=device)[:, None] + torch.arange(WINDOW, device=device)
+    window = starts + torch.arange(step.window, device=device)
+    if step.lists == "block of drafts":
+        return window.expand(-1, rows, -1).flatten(0, 1).int(), random_rows((batch * rows, 0), device)
+    window = window + torch.arange(rows, device=device)[:, None]
     common = random_rows((batch, 1, selected * 5 // 4), device).expand(-1, rows, -1)  # 640 to choose 512 from
     chosen = torch.rand(common.shape, device=device).argsort(-1)[..., :selected]
     return window.flatten(0, 1).int(), common.gather(-1, chosen).flatten(0, 1)
@@ -81,9 +117,9 @@ def error(out: Tensor, q: Tensor, keys: list[Tensor], sink: Tensor) -> float:
 
 def attention(
     device: torch.device,
+    family: Family,
     count: int,
     make_lists: Callable[[], tuple[Tensor, Tensor]],
-    selected: int,
     unpacked: bool = False,
 ) -> Prepared:
     window_pool, kv_pool = pools(device)
@@ -99,61 +135,65 @@ def attention(
         window, chosen = sets[copy]
         if window_keys is not None:
             return attention_unpacked(q, window_keys, window, keys, chosen, sink, DIM**-0.5)
-        kv, kv_rows = (kv_pool, chosen) if selected else (None, None)
-        return sparse_attention(q, window_pool, window, kv, kv_rows, sink, DIM**-0.5)
+        kv, kv_rows = (kv_pool, chosen) if chosen.shape[1] else (None, None)
+        return ATTENTION[family](q, window_pool, window, kv, kv_rows, sink, DIM**-0.5)
 
     def check() -> float:
         some = sorted({0, count // 2, count - 1})
         window, chosen = (x[some].long() for x in sets[0])
         keys = torch.cat((records.unpack_window(window_pool[window]), records.unpack_compressed(kv_pool[chosen])), 1)
+        torch.full_like(q, float("nan"))  # leaves poison to the allocator, which gives it to the result
         return error(run(0)[some], q[some], list(keys), sink)
 
-    return Prepared(run, SETS, check, TOLERANCE)
+    return Prepared(run, SETS, check, TOLERANCE[family])
 
 
-def decode_case(batch: int, rows: int, selected: int, shared: bool = False) -> KernelCase:
-    count = batch * rows
-    target, peer = DECODE[batch, rows, selected]
-    keys = count * (WINDOW * WINDOW_BYTES + selected * ENTRY_BYTES)
-    if shared:
-        keys = batch * ((WINDOW + rows - 1) * WINDOW_BYTES + selected * 5 // 4 * ENTRY_BYTES)
-    kind = "windows alone" if not selected else "shared lists" if shared else "own lists"
+def decode_case(step: Step, family: Family) -> KernelCase:
+    batch, rows, window, selected = step.batch, step.rows, step.window, step.selected
+    count, ours = batch * rows, family == "CUDA"
+    keys = count * (window * WINDOW_BYTES + selected * ENTRY_BYTES)
+    if step.lists == "shared lists":
+        keys = batch * ((window + rows - 1) * WINDOW_BYTES + selected * 5 // 4 * ENTRY_BYTES)
+    elif step.lists == "block of drafts":
+        keys = batch * window * WINDOW_BYTES
+    beside = ours and step.lists != "block of drafts"  # FlashMLA takes lists of multiples of 64
     return KernelCase(
-        name=f"sparse attention, {batch} x {rows} rows, {kind}",
+        name=f"sparse attention in {family}, {batch} x {rows} rows, {step.lists}",
         area="attention",
-        shape={"batch": batch, "rows": rows, "heads": HEADS, "window": WINDOW, "selected": selected},
-        make=lambda device: attention(device, count, lambda: lists(batch, rows, selected, shared, device), selected),
-        bytes=keys + count * (4 * HEADS * DIM + 4 * (WINDOW + selected)),
-        flops=4 * count * HEADS * (WINDOW + selected) * DIM,
+        shape={"batch": batch, "rows": rows, "heads": HEADS, "window": window, "selected": selected},
+        make=lambda device: attention(device, family, count, lambda: lists(step, device)),
+        bytes=keys + count * (4 * HEADS * DIM + 4 * (window + selected)),
+        flops=4 * count * HEADS * (window + selected) * DIM,
         rate="bf16",
-        target_us=target,
-        peer_us=None if shared else peer,
-        peer="" if shared or peer is None else "FlashMLA on 584-byte records, kernels.md 4",
-        peer_key="flashmla_decode",
+        target_us=step.cuda_us if ours else step.triton_us,
+        peer_us=step.flashmla_us if beside else None,
+        peer="FlashMLA on 584-byte records, kernels.md 4" if beside and step.flashmla_us else "",
+        peer_key="flashmla_decode" if beside else None,
     )
 
 
-def prefill_case(queries: int, unpacked: bool) -> KernelCase:
+def prefill_case(queries: int, family: Family, unpacked: bool) -> KernelCase:
     def make(device: torch.device) -> Prepared:
         window = (torch.arange(queries, device=device)[:, None] + torch.arange(WINDOW, device=device)).int()
         return attention(
-            device, queries, lambda: (window, random_rows((queries, SELECTED), device, CONTEXT)), SELECTED, unpacked
+            device, family, queries, lambda: (window, random_rows((queries, SELECTED), device, CONTEXT)), unpacked
         )
 
-    flops = 4 * queries * HEADS * (WINDOW + SELECTED) * DIM
+    flops, ours = 4 * queries * HEADS * (WINDOW + SELECTED) * DIM, family == "CUDA"
     keys = (queries + CONTEXT) * 2 * DIM if unpacked else queries * WINDOW_BYTES + CONTEXT * ENTRY_BYTES
+    kind = "unpacked keys" if unpacked else "records"
     return KernelCase(
-        name=f"sparse attention, prefill of {queries} rows, {'unpacked keys' if unpacked else 'records'}",
+        name=f"sparse attention in {family}, prefill of {queries} rows, {kind}",
         area="attention",
         shape={"queries": queries, "heads": HEADS, "keys": WINDOW + SELECTED},
         make=make,
         bytes=keys + queries * (4 * HEADS * DIM + 4 * (WINDOW + SELECTED)),
         flops=flops,
         rate="bf16",
-        target_us=flops / 233e6,
-        peer_us=730.0,
-        peer="FlashMLA on bf16 keys, kernels.md 4",
-        peer_key="flashmla_prefill",
+        target_us=flops / PREFILL_RATE[family],
+        peer_us=730.0 if ours else None,
+        peer="FlashMLA on bf16 keys, kernels.md 4" if ours else "",
+        peer_key="flashmla_prefill" if ours else None,
     )
 
 
@@ -252,9 +292,9 @@ def paging_case(name: str, count: int) -> KernelCase:
 
 
 def cases() -> list[KernelCase]:
-    found = [decode_case(*key) for key in DECODE]
-    found.append(decode_case(64, 6, SELECTED, shared=True))
-    found += [prefill_case(4096, unpacked) for unpacked in (False, True)]
+    families: tuple[Family, ...] = ("CUDA", "Triton")
+    found = [decode_case(step, family) for step in STEPS for family in families]
+    found += [prefill_case(4096, family, False) for family in families] + [prefill_case(4096, "Triton", True)]
     found.append(unpack_case(CONTEXT))
     found += [record_case(kind, count) for kind in ("window", "compressed") for count in (64, 384, 4096)]
     return found + [paging_case(name, 384) for name in ("window rows", "entry rows", "token histories", "rings")]

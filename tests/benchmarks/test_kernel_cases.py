@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import kernels
@@ -113,3 +115,45 @@ def test_check_alone(monkeypatch: pytest.MonkeyPatch, error: float | None, words
     made = case(make=lambda device: Prepared(runs.append, check=lambda: error, tolerance=0.1))
     assert kernels.checked(made, torch.device("cpu")).startswith(words)
     assert runs == [0]
+
+
+def test_file_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "found_cases", lambda areas: pytest.fail("too late"))
+    closed = tmp_path / "closed.json"
+    closed.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)  # root may write everything
+    refused = {"there is no directory": tmp_path / "none" / "a.json", "is a directory": tmp_path, "may not": closed}
+    for words, file in refused.items():
+        with pytest.raises(SystemExit) as stopped:
+            kernels.main(["--json", str(file)])
+        assert stopped.value.code == 2
+        assert f"--json: {'' if 'no' in words else file}" in (told := capsys.readouterr().err)
+        assert words in told
+    assert kernels.unwritable(tmp_path / "new.json") is None
+
+
+def test_match_that_meets_no_case_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--only", "attention", "--match", "256 x 2"])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert "'256 x 2'" in told
+    assert "\n  sparse attention in CUDA, 256 x 1 rows, own lists\n" in told
+
+
+def test_attention_is_timed_in_both_families_at_the_shapes_that_issue_7_names() -> None:
+    cases = {c.name: c for c in kernels.found_cases(["attention"])[0]}
+    wanted = {
+        "1 x 1 rows, own lists": 10, "16 x 1 rows, own lists": 14, "128 x 1 rows, own lists": 29,
+        "256 x 1 rows, own lists": 56, "64 x 6 rows, own lists": 82, "64 x 6 rows, shared lists": 70,
+        "256 x 1 rows, windows alone": 15, "128 x 1 rows, windows alone": None, "1 x 1 rows, windows alone": None,
+        "64 x 5 rows, block of drafts": None,
+    }  # fmt: skip
+    for shape, target in wanted.items():
+        assert cases[f"sparse attention in CUDA, {shape}"].target_us == target
+        assert f"sparse attention in Triton, {shape}" in cases
+    prefill = cases["sparse attention in CUDA, prefill of 4096 rows, records"]
+    assert prefill.target_us is not None
+    assert prefill.flops / prefill.target_us / 1e6 == pytest.approx(520)
