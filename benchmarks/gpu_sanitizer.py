@@ -36,7 +36,7 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazar
 
 @dataclass(frozen=True)
 class Family:
-    """tests: file of tests/kernels/gpu without its prefix, and pytest's -k. small: for racecheck, too."""
+    """file: of tests/kernels/gpu, without test_ and .py. tests: pytest's -k. small: for racecheck, too."""
 
     file: str
     tests: str
@@ -44,25 +44,28 @@ class Family:
 
 
 FAMILIES = {
-    "quantize": Family("quantize", "codes_and_scales or norms or rotations", small=True),
+    "quantize": Family("triton_quantize", "codes_and_scales or norms or rotations", small=True),
     "dense": Family(
-        "dense", "products_of_any_shape or parts_of_a_cut or heads_are_turned or queries_leave", small=True
+        "triton_dense", "products_of_any_shape or parts_of_a_cut or heads_are_turned or queries_leave", small=True
     ),
-    "records": Family("records", "reference_s_bytes or many_random", small=True),
-    "paging": Family("paging", "rows_of or staged or histories", small=True),
-    "attention": Family("attention", "attention_is_the_reference_s or unpacked_keys or rows_without_keys", small=True),
-    "router": Family("router", "choice_weights or ties", small=True),
-    "experts": Family("experts", "mixture_equals or plan_sorts or plan_of_one or products_are_right"),
-    "indexer": Family("indexer", "scores_equal or candidates_limit or inserted_keys or rotated_quantised"),
-    "index_select": Family("index_select", "chosen_entries"),
-    "index_exact": Family("index_exact", "from_end_to_end"),
-    "invariant": Family("invariant", "row_of_a_product or parts_are_summed or plain_index", small=True),
-    "replicas": Family("replicas", "windows_below", small=True),
-    "hyper": Family("hyper", "step_equals or expand_and_collapse"),
-    "engram": Family("engram", "injection or hashes or folded_rows", small=True),
-    "compressor": Family("compressor", "pooled_pairs or long_chunk", small=True),
-    "sampling": Family("sampling", "any_vocabulary or every_kind or flat_row"),
-    "drafting": Family("drafting", "greedy_chains or rows_of_a_round or verdict or which_drafts", small=True),
+    "records": Family("triton_records", "reference_s_bytes or many_random", small=True),
+    "paging": Family("triton_paging", "rows_of or staged or histories", small=True),
+    "attention": Family(
+        "triton_attention", "attention_is_the_reference_s or unpacked_keys or rows_without_keys", small=True
+    ),
+    "cuda_attention": Family("cuda_attention", "rows_without_keys or block_of_drafts or window_scales", small=True),
+    "router": Family("triton_router", "choice_weights or ties", small=True),
+    "experts": Family("triton_experts", "mixture_equals or plan_sorts or plan_of_one or products_are_right"),
+    "indexer": Family("triton_indexer", "scores_equal or candidates_limit or inserted_keys or rotated_quantised"),
+    "index_select": Family("triton_index_select", "chosen_entries"),
+    "index_exact": Family("triton_index_exact", "from_end_to_end"),
+    "invariant": Family("triton_invariant", "row_of_a_product or parts_are_summed or plain_index", small=True),
+    "replicas": Family("triton_replicas", "windows_below", small=True),
+    "hyper": Family("triton_hyper", "step_equals or expand_and_collapse"),
+    "engram": Family("triton_engram", "injection or hashes or folded_rows", small=True),
+    "compressor": Family("triton_compressor", "pooled_pairs or long_chunk", small=True),
+    "sampling": Family("triton_sampling", "any_vocabulary or every_kind or flat_row"),
+    "drafting": Family("triton_drafting", "greedy_chains or rows_of_a_round or verdict or which_drafts", small=True),
 }
 
 
@@ -77,7 +80,7 @@ def command(sanitizer: str, tool: str, family: Family) -> list[str]:
     if tool == "memcheck":
         own += ["--padding", "64"]
     test = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    return [*own, *test, f"tests/kernels/gpu/test_triton_{family.file}.py", "-k", family.tests]
+    return [*own, *test, f"tests/kernels/gpu/test_{family.file}.py", "-k", family.tests]
 
 
 def judge(code: int, output: str) -> tuple[str, int]:
@@ -136,7 +139,7 @@ def main() -> int:
     with ThreadPoolExecutor(asked.jobs) as pool:
         results = list(pool.map(lambda one: check(sanitizer, one[0], one[1], asked.limit), work))
     for one in results:
-        print("{tool:<10} {family:<13} {verdict:<8} {findings:>4} findings {seconds:>7} s".format(**one))
+        print("{tool:<10} {family:<14} {verdict:<8} {findings:>4} findings {seconds:>7} s".format(**one))
         if one["output"]:
             print(one["output"])
     if asked.json:
