@@ -161,6 +161,20 @@ def test_huge_and_tiny_logits(factor: float) -> None:
         assert_right(out, case.exact())
 
 
+@pytest.mark.parametrize("falling", [False, True])
+@pytest.mark.parametrize("factor", [0.5, 4.0, 30.0])
+def test_logits_that_rise_or_fall_along_the_lists(factor: float, falling: bool) -> None:
+    """A maximum that grows tile by tile, little or much, or that stands in the first tile."""
+    case = real(6, holes=0.0)
+    case.q = (case.q[:, :1] * factor).expand(-1, HEADS, -1).contiguous()
+    for n, unpack in enumerate((records.unpack_window, records.unpack_compressed)):
+        keys = unpack(case.pools[n][case.lists[n]])
+        logits = torch.bmm(keys, case.q[:, 0].float().unsqueeze(2)).squeeze(2)
+        case.lists[n] = case.lists[n].gather(1, logits.argsort(1, descending=falling))
+    for out in both(case):
+        assert_right(out, case.exact())
+
+
 @pytest.mark.parametrize("value", [65_536.0, -65_536.0, 3e38, float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("rows", [6, SMS + 6])
 def test_queries_beyond_fp16_make_their_row_nan_and_no_other(value: float, rows: int) -> None:
