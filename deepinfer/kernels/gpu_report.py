@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepinfer.env import EnvironmentVariableError
 from deepinfer.kernels.cuda import attention
 from deepinfer.kernels.select import backends
 
@@ -82,7 +83,11 @@ def kernel_facts(device: torch.device) -> Iterator[Fact]:
 
 def cuda_fact(device: torch.device) -> Fact:
     """Whether the kernels in CUDA C++ could be built and loaded, by which compiler, and if not why."""
-    if (problem := attention.problem(device)) is not None:
+    try:
+        problem = attention.problem(device)
+    except EnvironmentVariableError as error:
+        return "cuda c++", "note", f"not tried: {error}"
+    if problem is not None:
         return "cuda c++", "note", f"sparse attention runs in Triton, slower: {' '.join(problem.split())}"
     shape = f"{attention.HEADS} heads of {attention.DIM} dims"
     return "cuda c++", "ok", f"sparse attention, {shape}, built by {attention.compiler()}"

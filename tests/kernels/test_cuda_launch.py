@@ -58,6 +58,8 @@ def test_the_switch_turns_them_off_before_anything_is_compiled(
     monkeypatch.setenv("DEEPINFER_CUDA_KERNELS", "0")
     assert attention.problem(hopper) == "DEEPINFER_CUDA_KERNELS=0 switches the kernels in CUDA C++ off"
     monkeypatch.setattr(attention, "_devices", {})
+    monkeypatch.setenv("DEEPINFER_CUDA_KERNELS", "perhaps")
+    assert "DEEPINFER_CUDA_KERNELS='perhaps': use 1 or 0" in gpu_report.cuda_fact(hopper)[2]
     monkeypatch.setenv("DEEPINFER_CUDA_KERNELS", "1")
     assert attention.problem(hopper) == "no compiler\nat all"
 
