@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from deepinfer.codec.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -35,6 +39,14 @@ def test_named_files_exist(page: Path) -> None:
     made_later = ("models/nano/", "results/")  # a trained model and the benchmark's output
     missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "deepinfer" / name).exists()]
     assert [name for name in missing if not name.startswith(made_later)] == []
+
+
+def test_the_prompt_in_the_readme_is_the_one_that_make_run_prints() -> None:
+    """Its tokens, and so its end, are the tokenizer's."""
+    code = runpy.run_path(str(ROOT / "examples" / "offline_inference.py"), run_name="example")
+    llm = SimpleNamespace(tokenizer=Tokenizer.from_directory(ROOT / "models" / "nano"))
+    prompt = code["shortened"](code["long_prompt"](llm, code["LONG_TOKENS"]))
+    assert f"INPUT: {prompt!r}; OUTPUT: " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_operation_with_a_cpu_kernel_has_its_line() -> None:

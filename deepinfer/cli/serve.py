@@ -73,7 +73,7 @@ def serve(
     trace_endpoint: Annotated[
         str | None,
         typer.Option(
-            help="OTLP collector for traces, as http://localhost:4318; needs deepinfer[tracing].",
+            help="OTLP collector for traces, as http://localhost:4318; needs deepinfer\\[tracing].",  # no markup
             rich_help_panel=SERVER,
         ),
     ] = None,

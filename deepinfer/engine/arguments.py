@@ -77,7 +77,8 @@ class EngineArguments:
     """ "exact" gives the tokens of a cold run; "bounded" recomputes less after a hit without a stored window and is an
     approximation."""
     kv_format: str = "auto"
-    """How cache records are stored: float32, bfloat16, packed; auto rounds nothing that the dtype has not rounded."""
+    """How cache records are stored: float32, bfloat16, packed, hopper (packed, for the kernels of a Hopper GPU); auto
+    rounds nothing that the dtype has not rounded."""
     yoco_truncation: str | None = None
     """ "compact" runs the layers after the last KV source on a prompt's last yoco_keep_tokens only, an approximation;
     "off"; None = DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE."""

@@ -211,6 +211,18 @@ def test_every_flag_says_what_it_changes(name: str) -> None:
             assert len(getattr(parameter, "help", "") or "") > 15, parameter.name
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_word_also_those_in_brackets(name: str) -> None:
+    import typer
+    from rich.text import Text
+
+    from deepinfer.cli import build_app
+
+    command = typer.main.get_command(build_app(name)).commands[name]  # type: ignore[attr-defined]
+    for text in (command.help, *(parameter.help for parameter in command.params if parameter.name != "help")):
+        assert Text.from_markup(text).plain == text.replace("\\[", "[")
+
+
 def test_doctor_says_what_runs_and_why_the_rest_does_not() -> None:
     findings = {finding.what: finding for finding in examine()}
     assert findings["python"].state == findings["torch"].state == findings["cpu"].state == "ok"
