@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from deepinfer import SamplingParams
 from deepinfer.codec.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +49,11 @@ def test_the_prompt_in_the_readme_is_the_one_that_make_run_prints() -> None:
     llm = SimpleNamespace(tokenizer=Tokenizer.from_directory(ROOT / "models" / "nano"))
     prompt = code["shortened"](code["long_prompt"](llm, code["LONG_TOKENS"]))
     assert f"INPUT: {prompt!r}; OUTPUT: " in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_parameter_of_sampling_is_explained() -> None:
+    page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    assert {field.name for field in fields(SamplingParams) if f"`{field.name}`" not in page} == set()
 
 
 def test_every_operation_with_a_cpu_kernel_has_its_line() -> None:
