@@ -40,7 +40,8 @@ def measure(
     rank: list[Rank] = []
     built = wall_seconds(lambda: rank.append(Rank(share, device)), device)
     result = describe(rank[0], rates)
-    tell(f"built in {built:.1f} s: {result['memory']['allocated_bytes'] / 2**30:.1f} GiB on the device")
+    taken = result["memory"]["allocated_bytes"]  # 0 on a CPU, where nobody counts
+    tell(f"built in {built:.1f} s" + (f": {taken / 2**30:.1f} GiB on the device" if taken else ""))
     result["decode"] = decode(rank[0], rates, tell)
     result["prefill"] = []
     keep(result)

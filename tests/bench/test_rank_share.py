@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
 import json
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,10 @@ SMALL = {"preset": "tiny", "ep": 2, "layers": 5, "sequences": 3, "context": 100,
 def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("rank") / "rank.json"
     asked = ["--preset", "tiny", "--rank-share", "ep=2", "--layers", "5", "--seqs", "3", "--context", "100"]
-    asked += ["--prefill-chunk", "150", "--steps", "2", "--device", "cpu", "--dtype", "float32", "-q"]
-    main_or_exit(["bench", *asked, "--json", str(file)])
+    asked += ["--prefill-chunk", "150", "--steps", "2", "--device", "cpu", "--dtype", "float32"]
+    with redirect_stderr(io.StringIO()) as said:
+        main_or_exit(["bench", *asked, "--json", str(file)])
+    file.with_suffix(".log").write_text(said.getvalue())
     return file
 
 
@@ -49,6 +53,11 @@ def test_what_is_told(result: Path) -> None:
     assert told["kv"]["bytes_per_token"] == pytest.approx((128 + 64) * 4 * 2)
     assert any("network" in line for line in told["left_out"])
     assert str(result.parent) not in result.read_text()
+
+
+def test_nobody_is_told_that_a_rank_takes_no_memory(result: Path) -> None:
+    (built,) = [line for line in result.with_suffix(".log").read_text().splitlines() if line.startswith("built in")]
+    assert built.endswith(" s")  # a CPU's memory is not counted
 
 
 def test_rates_by_accept_length() -> None:
