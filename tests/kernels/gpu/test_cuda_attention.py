@@ -44,7 +44,7 @@ def both(case: Case) -> list[Tensor]:
     return [run(case), run(case, invariant=True)]
 
 
-@pytest.mark.parametrize("rows", [*range(1, 17), 17, SMS - 1, SMS, SMS + 1, 2 * SMS + 1])
+@pytest.mark.parametrize("rows", [*range(1, 18), SMS // 4, SMS // 3, SMS // 2, SMS - 1, SMS, SMS + 1, 2 * SMS + 1])
 def test_any_number_of_rows(rows: int) -> None:
     case = real(rows, seed=rows, holes=0.2 * (rows % 2))
     expected = case.exact()

@@ -81,6 +81,17 @@ def test_launches_of_all_kinds_behind_each_other_know_nothing_of_each_other() ->
         assert all(torch.equal(*pair) for pair in zip(found, right * 4, strict=True))
 
 
+@pytest.mark.parametrize("rows", [1, 6, SMS // 4, SMS + 1])
+@pytest.mark.parametrize("selected", [0, 512])
+def test_hundreds_of_launches_give_the_same_bits(rows: int, selected: int) -> None:
+    inputs = real(rows, selected=selected).inputs()
+    right = sparse_attention(*inputs)
+    different = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(300):
+        different += (sparse_attention(*inputs) != right).sum()
+    assert int(different) == 0
+
+
 def test_memory_that_was_something_else_is_written_over() -> None:
     """That the poison of all tests here works: the result lies where the NaN were."""
     case = real(2)
