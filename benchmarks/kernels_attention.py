@@ -30,6 +30,7 @@ POOL_ROWS = 262_144
 SETS = 4  # of lists: one set of 128 rows names 27 MB of records
 CONTEXT = 32_768  # entries that the queries of a prefill chunk choose from
 Family = Literal["CUDA", "Triton"]
+Lists = tuple[Tensor, Tensor]  # of window rows and of entry rows
 ATTENTION = {"CUDA": cuda_attention.sparse_attention, "Triton": triton_attention.sparse_attention}
 # The result's own rounding is 1.65e-3. Triton's kernel rounds probabilities to bf16 as the release does.
 TOLERANCE: dict[Family, float] = {"CUDA": 1.9e-3, "Triton": 2.6e-3}
@@ -84,7 +85,7 @@ def pools(device: torch.device) -> tuple[Tensor, Tensor]:
     return window, compressed
 
 
-def lists(step: Step, device: torch.device) -> tuple[Tensor, Tensor]:
+def lists(step: Step, device: torch.device) -> Lists:
     """Window rows int32 [N, window] and entry rows int32 [N, selected], N = batch * rows."""
     batch, rows, selected = step.batch, step.rows, step.selected
     if step.lists in ("own lists", "windows alone"):
@@ -116,11 +117,7 @@ def error(out: Tensor, q: Tensor, keys: list[Tensor], sink: Tensor) -> float:
 
 
 def attention(
-    device: torch.device,
-    family: Family,
-    count: int,
-    make_lists: Callable[[], tuple[Tensor, Tensor]],
-    unpacked: bool = False,
+    device: torch.device, family: Family, count: int, make_lists: Callable[[], Lists], unpacked: bool = False
 ) -> Prepared:
     window_pool, kv_pool = pools(device)
     window_keys, keys = None, None
@@ -156,7 +153,7 @@ def decode_case(step: Step, family: Family) -> KernelCase:
         keys = batch * ((window + rows - 1) * WINDOW_BYTES + selected * 5 // 4 * ENTRY_BYTES)
     elif step.lists == "block of drafts":
         keys = batch * window * WINDOW_BYTES
-    beside = ours and step.lists != "block of drafts"  # FlashMLA takes lists of multiples of 64
+    beside = ours and step.lists != "block of drafts"  # FlashMLA's lists are multiples of 64
     return KernelCase(
         name=f"sparse attention in {family}, {batch} x {rows} rows, {step.lists}",
         area="attention",
@@ -169,6 +166,7 @@ def decode_case(step: Step, family: Family) -> KernelCase:
         peer_us=step.flashmla_us if beside else None,
         peer="FlashMLA on 584-byte records, kernels.md 4" if beside and step.flashmla_us else "",
         peer_key="flashmla_decode" if beside else None,
+        note="the peer's rows have lists of their own" if beside and step.lists == "shared lists" else "",
     )
 
 
