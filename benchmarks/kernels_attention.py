@@ -8,10 +8,23 @@ shifted by one and choose among common entries, as in a verify step. "Block of d
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
+from attention_inputs import (
+    DIM,
+    ENTRY_BYTES,
+    HEADS,
+    POOL_ROWS,
+    SELECTED,
+    WINDOW,
+    WINDOW_BYTES,
+    Lists,
+    block_lists,
+    lists,
+    pools,
+    random_rows,
+)
 from kernel_cases import KernelCase, Prepared
 from torch import Tensor
 
@@ -24,13 +37,9 @@ from deepinfer.kernels.triton.attention_prefill import attention_unpacked, unpac
 from deepinfer.kernels.triton.records import insert_compressed, insert_window
 from deepinfer.kernels.triton.rope import split_order
 
-HEADS, DIM, WINDOW, SELECTED = 64, 512, 128, 512
-WINDOW_BYTES, ENTRY_BYTES = records.window_bytes(DIM), records.compressed_bytes(DIM)
-POOL_ROWS = 262_144
 SETS = 4  # of lists: one set of 128 rows names 27 MB of records
 CONTEXT = 32_768  # entries that the queries of a prefill chunk choose from
 Family = Literal["CUDA", "Triton"]
-Lists = tuple[Tensor, Tensor]  # of window rows and of entry rows
 ATTENTION = {"CUDA": cuda_attention.sparse_attention, "Triton": triton_attention.sparse_attention}
 # The result's own rounding is 1.65e-3. Triton's kernel rounds probabilities to bf16 as the release does.
 TOLERANCE: dict[Family, float] = {"CUDA": 1.9e-3, "Triton": 2.6e-3}
@@ -55,6 +64,11 @@ class Step(NamedTuple):
     def selected(self) -> int:
         return SELECTED if self.lists in ("own lists", "shared lists") else 0
 
+    def make_lists(self, device: torch.device) -> Lists:
+        if self.lists == "block of drafts":
+            return block_lists(self.batch, self.rows, device)
+        return lists(self.batch, self.rows, self.selected, self.lists == "shared lists", device)
+
 
 STEPS = (
     Step(1, 1, cuda_us=10.0, flashmla_us=13.9),
@@ -71,37 +85,6 @@ STEPS = (
     Step(64, 5, "block of drafts"),
 )
 PREFILL_RATE = {"CUDA": 520e6, "Triton": 233e6}  # FLOP a microsecond that are wanted
-
-
-@cache
-def pools(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Window records and compressed records of Gaussian values with lognormal channel outliers, made once."""
-    window = torch.empty(POOL_ROWS, WINDOW_BYTES, dtype=torch.uint8, device=device)
-    compressed = torch.empty(POOL_ROWS, ENTRY_BYTES, dtype=torch.uint8, device=device)
-    for start in range(0, POOL_ROWS, 32_768):
-        some = slice(start, start + 32_768)
-        x = torch.randn(2, 32_768, DIM, device=device) * torch.exp(0.7 * torch.randn(DIM, device=device))
-        window[some], compressed[some] = records.pack_window(x[0]), records.pack_compressed(x[1])
-    return window, compressed
-
-
-def lists(step: Step, device: torch.device) -> Lists:
-    """Window rows int32 [N, window] and entry rows int32 [N, selected], N = batch * rows."""
-    batch, rows, selected = step.batch, step.rows, step.selected
-    if step.lists in ("own lists", "windows alone"):
-        return random_rows((batch * rows, WINDOW), device), random_rows((batch * rows, selected), device)
-    starts = torch.randint(0, POOL_ROWS - WINDOW - rows, (batch, 1, 1), device=device)
-    window = starts + torch.arange(step.window, device=device)
-    if step.lists == "block of drafts":
-        return window.expand(-1, rows, -1).flatten(0, 1).int(), random_rows((batch * rows, 0), device)
-    window = window + torch.arange(rows, device=device)[:, None]
-    common = random_rows((batch, 1, selected * 5 // 4), device).expand(-1, rows, -1)  # 640 to choose 512 from
-    chosen = torch.rand(common.shape, device=device).argsort(-1)[..., :selected]
-    return window.flatten(0, 1).int(), common.gather(-1, chosen).flatten(0, 1)
-
-
-def random_rows(shape: tuple[int, ...], device: torch.device, rows: int = POOL_ROWS) -> Tensor:
-    return torch.randint(0, rows, shape, dtype=torch.int32, device=device)
 
 
 def error(out: Tensor, q: Tensor, keys: list[Tensor], sink: Tensor) -> float:
@@ -158,7 +141,7 @@ def decode_case(step: Step, family: Family) -> KernelCase:
         name=f"sparse attention in {family}, {batch} x {rows} rows, {step.lists}",
         area="attention",
         shape={"batch": batch, "rows": rows, "heads": HEADS, "window": window, "selected": selected},
-        make=lambda device: attention(device, family, count, lambda: lists(step, device)),
+        make=lambda device: attention(device, family, count, lambda: step.make_lists(device)),
         bytes=keys + count * (4 * HEADS * DIM + 4 * (window + selected)),
         flops=4 * count * HEADS * (window + selected) * DIM,
         rate="bf16",
