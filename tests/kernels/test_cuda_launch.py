@@ -109,18 +109,18 @@ def test_where_it_serves_it_runs_and_nothing_is_unpacked(monkeypatch: pytest.Mon
     assert out == ("CUDA C++" if served else "Triton", True)
 
 
-def test_rows_are_shared_by_as_few_blocks_as_make_parts_short() -> None:
-    for rows in range(1, 200):
+@pytest.mark.parametrize("clusters", [(), (132, 66, 39, 30, 22, 17, 15, 15)])  # the second are an H200's
+def test_rows_are_shared_by_as_few_blocks_as_make_parts_short(clusters: tuple[int, ...]) -> None:
+    held = clusters or [132 // n for n in range(1, 9)]
+    for rows in range(1, 140):
         for tiles in range(1, 14):
-            parts = attention.parts_of(rows, tiles, 132)
-            most = max(1, min(attention.MOST_PARTS, tiles, 132 // rows))
-            longest = -(-tiles // parts)
-            assert 1 <= parts <= most and rows * parts <= max(132, rows)
-            assert longest == -(-tiles // most)  # no allowed number of parts has a shorter longest one
-            assert parts == 1 or -(-tiles // (parts - 1)) > longest
-    assert [attention.parts_of(rows, 10, 132) for rows in (1, 16, 26, 27, 33, 44, 66, 67, 132, 4096)] == [
-        5, 5, 5, 4, 4, 3, 2, 1, 1, 1
-    ]  # fmt: skip
+            parts = attention.parts_of(rows, tiles, 132, clusters)
+            allowed = [n for n in range(1, 9) if n == 1 or (n <= tiles and rows <= held[n - 1])]
+            longest = min(-(-tiles // n) for n in allowed)
+            assert parts == min(n for n in allowed if -(-tiles // n) == longest)
+            assert (parts - 1) * longest < tiles  # the last part is not empty
+    found = [attention.parts_of(rows, 10, 132, clusters) for rows in (1, 22, 23, 26, 30, 33, 39, 40, 44, 66, 67)]
+    assert found == ([5, 5, 4, 4, 4, 3, 3, 2, 2, 2, 1] if clusters else [5, 5, 5, 5, 4, 4, 3, 3, 3, 2, 1])
 
 
 # -- the driver -----------------------------------------------------------------------------------------------------
@@ -234,6 +234,7 @@ def filled(count: int, value: int, cluster: int) -> list[int]:
 def test_a_kernel_runs_in_clusters_and_in_graphs(kernel: Kernel, cluster: int) -> None:
     out = torch.zeros(THREADS * 3 * cluster, dtype=torch.int32, device="cuda")
     kernel.load(0)
+    assert 12 <= kernel.clusters(0, cluster) * cluster <= 132  # 200,000 bytes: a block a multiprocessor
     fill(kernel, out, 7, cluster)
     assert out.tolist() == filled(len(out), 7, cluster)
     graph = torch.cuda.CUDAGraph()

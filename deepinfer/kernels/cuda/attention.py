@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 class _Device(NamedTuple):
     kernel: Kernel
     sms: int  # multiprocessors
+    clusters: tuple[int, ...]  # of 1, 2, ... blocks that run at once
 
 
 _lock = threading.Lock()
@@ -94,10 +95,11 @@ def _prepared(index: int) -> _Device | str:
             raise CudaBuildError("DEEPINFER_CUDA_KERNELS=0 switches the kernels in CUDA C++ off")
         kernel, _ = _kernel()
         kernel.load(index)
+        clusters = tuple(kernel.clusters(index, blocks) for blocks in range(1, MOST_PARTS + 1))
     except (CudaBuildError, CudaError) as error:
         logger.warning("attention runs in Triton on cuda:%d, slower than in CUDA C++: %s", index, error)
         return str(error)
-    return _Device(kernel, properties.multi_processor_count)
+    return _Device(kernel, properties.multi_processor_count, clusters)
 
 
 @functools.cache
@@ -151,10 +153,10 @@ def sparse_attention(
     if rows == 0 or tiles == 0:
         return torch.zeros_like(q)
     out = torch.empty_like(q)
-    parts = 1 if invariant else parts_of(rows, tiles, ready.sms)
+    parts = 1 if invariant else parts_of(rows, tiles, ready.sms, ready.clusters)
     ready.kernel.launch(
         device,
-        parts * min(rows, ready.sms // parts),
+        min(rows, ready.sms) if parts == 1 else rows * parts,  # a cluster takes one row, a lone block many
         parts,
         *(q.data_ptr(), window_pool.data_ptr(), window_indices.data_ptr(), pool_at, list_at),
         *(sink.data_ptr(), out.data_ptr(), window_indices.stride(0) * window_step, entry_stride),
@@ -171,9 +173,17 @@ def _words(indices: Tensor) -> tuple[Tensor, int]:
     return (indices if indices.shape[1] < 2 or indices.stride(1) == 1 else indices.contiguous()), step
 
 
-def parts_of(rows: int, tiles: int, sms: int) -> int:
-    """Blocks that share a row: the fewest whose longest part is as short as it can be while all rows run at once, so
-    parts are of equal length but for the last. 1 where rows alone fill the device."""
-    most = max(1, min(MOST_PARTS, tiles, sms // max(rows, 1)))
-    longest = -(-tiles // most)
-    return -(-tiles // max(longest, 1))
+@functools.lru_cache(1024)
+def parts_of(rows: int, tiles: int, sms: int, clusters: tuple[int, ...] = ()) -> int:
+    """Blocks that share a row: the fewest whose longest part is as short as it can be while all rows run at once. Parts
+    are of equal length but for the last.
+
+    clusters: of 1, 2, ... blocks, as many as run at once. The multiprocessors of a cluster are neighbours, so an H200
+    holds 39 of 3 and 22 of 5, not 44 and 26. Without them: as many as there are multiprocessors for.
+    """
+    held = clusters or tuple(sms // blocks for blocks in range(1, MOST_PARTS + 1))
+    best = 1
+    for parts in range(2, min(MOST_PARTS, tiles) + 1):
+        if rows <= held[parts - 1] and -(-tiles // parts) < -(-tiles // best):
+            best = parts
+    return best

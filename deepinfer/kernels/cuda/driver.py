@@ -109,6 +109,16 @@ class Kernel:
                 raise CudaError(f"{self.name}: takes {size.value} bytes of parameters, is given {self._size}")
         return function
 
+    def clusters(self, device: int, blocks: int) -> int:
+        """How many clusters of `blocks` blocks run at once on a device that it was loaded onto. CudaError."""
+        attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(blocks, 1, 1))
+        shape = (blocks, 1, 1), (self._threads, 1, 1), self._shared_bytes
+        config, count = Config(*shape, None, ctypes.pointer(attribute), 1), ctypes.c_int()
+        with torch.cuda.device(device):
+            asked = ctypes.byref(count), self._functions[device], ctypes.byref(config)
+            _check(driver().cuOccupancyMaxActiveClusters(*asked), f"{self.name}: clusters of {blocks} blocks")
+        return count.value
+
     def launch(self, device: int, blocks: int, cluster: int, *values: float) -> None:
         """Starts `blocks` blocks, a multiple of `cluster` (1 .. 8), on the current stream of a device that it was
         loaded onto. values: the parameters. CudaError."""
