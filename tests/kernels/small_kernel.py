@@ -10,6 +10,7 @@ KERNEL = """
 struct Params { int* out; int64_t count; int value; float more; };
 extern "C" __global__ void fill(const Params p) {
   extern __shared__ int box[];
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // it may have been started early
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   box[threadIdx.x] = sum(p.value, 1000 * rank);

@@ -7,6 +7,8 @@ and `attention.cu` itself.
 from __future__ import annotations
 
 import re
+import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -18,8 +20,11 @@ import small_kernel
 from small_kernel import HEADER, KERNEL
 
 from deepinfer.kernels.build_cache import SEAL
-from deepinfer.kernels.cuda import build
+from deepinfer.kernels.cuda import attention, build
 from deepinfer.kernels.cuda.build import Compiler, CudaBuildError, Sources, built
+
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+from compile_report import cuobjdump
 
 FOUND = {"NVRTC": build.nvrtc, "nvcc": build.nvcc}
 
@@ -116,7 +121,7 @@ def test_a_cache_that_takes_no_file_costs_a_compile_and_a_warning(
 RANK = """
 import sys, time
 from pathlib import Path
-from deepinfer.kernels.cuda import build
+from deepinfer.kernels.cuda import attention, build
 image = bytes(sys.argv[1], "ascii") * 1_000_000
 def slow(sources):
     time.sleep(0.3)
@@ -185,3 +190,44 @@ def test_a_compiler_s_first_complaints_are_told(folder: Path, compiler: Compiler
     assert f"fill.cu({line})" in once[1] and '"unknown0" is undefined' in once[1]
     assert len(once) < 20 and "lines more" in once[-2] and "report these lines" in once[-1]
     assert entries(folder) == []
+
+
+# -- attention.cu ---------------------------------------------------------------------------------------------------
+
+STACK_BYTES = 64  # of a thread, at most: a few words are spilled beside its 128 registers
+RESERVED_BYTES = 1024  # of a block's shared memory, which the system takes
+PARAMETERS_AT = 528  # in the first constant bank of sm_90
+USAGE = re.compile(r"Function attention:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+) CONSTANT\[0\]:(\d+)")
+
+
+@pytest.fixture(scope="module", params=FOUND)
+def attention_code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`attention.cu` as each compiler makes it."""
+    compiler = compiler_or_skip(FOUND[request.param])
+    headers = {path.name: path.read_text() for path in build.SOURCES.glob("*.cuh")}
+    code = tmp_path_factory.mktemp("attention") / "attention.cubin"
+    text = (build.SOURCES / "attention.cu").read_text()
+    code.write_bytes(compiler.compile(Sources("attention.cu", text, headers, ())))
+    return code
+
+
+def dumped(code: Path, *options: str) -> str:
+    """What cuobjdump says, of the toolkit or of Triton, which brings it along."""
+    tool = shutil.which("cuobjdump") or cuobjdump()
+    if tool is None:
+        pytest.skip("no cuobjdump: neither on the PATH nor in Triton")
+    return subprocess.run([tool, *options, code], capture_output=True, text=True, check=True).stdout
+
+
+def test_attention_spills_next_to_nothing_and_fits_a_processor(attention_code: Path) -> None:
+    found = USAGE.search(dumped(attention_code, "--dump-resource-usage"))
+    assert found is not None
+    registers, stack, shared, local, constants = map(int, found.groups())
+    assert stack + local <= STACK_BYTES
+    assert registers * attention.THREADS <= 65_536
+    assert shared <= RESERVED_BYTES  # all that a block can have is asked for at the launch
+    assert constants - PARAMETERS_AT == struct.calcsize(attention.PARAMS)
+
+
+def test_attention_multiplies_on_the_tensor_cores(attention_code: Path) -> None:
+    assert len(re.findall(r"\bHGMMA\.64x\d+x16\.F32\b", dumped(attention_code, "-sass"))) > 30
