@@ -53,7 +53,7 @@ FAMILIES = {
     "attention": Family(
         "triton_attention", "attention_is_the_reference_s or unpacked_keys or rows_without_keys", small=True
     ),
-    "cuda_attention": Family("cuda_attention", "rows_without_keys or block_of_drafts or window_scales", small=True),
+    "cuda_attention": Family("cuda_attention", "rows_without_keys or window_scales", small=True),
     "router": Family("triton_router", "choice_weights or ties", small=True),
     "experts": Family("triton_experts", "mixture_equals or plan_sorts or plan_of_one or products_are_right"),
     "indexer": Family("triton_indexer", "scores_equal or candidates_limit or inserted_keys or rotated_quantised"),
