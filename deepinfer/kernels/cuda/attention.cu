@@ -277,6 +277,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) attention(const Params p) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  // Launched while the kernel before still ends: from here on its results are there. The next one may be launched as well.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   // A cluster of `parts` blocks shares a row: block `rank` of it has tiles t0 .. t0 + tiles - 1 of all, compressed ones first.
   const int rank = (int)blockIdx.x % p.parts, first = (int)blockIdx.x / p.parts, step = (int)gridDim.x / p.parts;
   const int all_ct = (p.K + B - 1) / B, all = all_ct + (p.W + B - 1) / B, part = (all + p.parts - 1) / p.parts, t0 = rank * part;

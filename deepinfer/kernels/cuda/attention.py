@@ -106,7 +106,8 @@ def _prepared(index: int) -> _Device | str:
 def _kernel() -> tuple[Kernel, str]:
     """The kernel, and which compiler built it. CudaBuildError."""
     image, compiler = built("attention.cu")
-    return Kernel(image, "attention", params=PARAMS, threads=THREADS, shared_bytes=SHARED_BYTES), compiler
+    kernel = Kernel(image, "attention", params=PARAMS, threads=THREADS, shared_bytes=SHARED_BYTES, early=True)
+    return kernel, compiler
 
 
 def compiler() -> str:

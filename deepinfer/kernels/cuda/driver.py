@@ -15,6 +15,7 @@ import torch
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+EARLY_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class CudaError(RuntimeError):
@@ -22,7 +23,7 @@ class CudaError(RuntimeError):
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute, as far as a cluster's shape needs it."""
+    """CUlaunchAttribute, as far as a cluster's shape and a flag need it."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("cluster", ctypes.c_uint * 3),
                 ("rest", ctypes.c_char * 52))  # fmt: skip
@@ -55,26 +56,33 @@ def _check(code: int, what: str) -> None:
 class _Call(threading.local):
     """What a thread hands over in a launch. Its own: another thread may write while the driver still reads."""
 
-    def __init__(self, size: int, threads: int, shared_bytes: int) -> None:
-        """size: bytes of the parameters."""
+    def __init__(self, size: int, threads: int, shared_bytes: int, early: bool) -> None:
+        """size: bytes of the parameters. early: see `Kernel`."""
         _enter()
         self.params = (ctypes.c_char * size)()
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self.attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(1, 1, 1))
-        self.config = Config((1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.pointer(self.attribute), 0)
+        flag = Attribute(id=EARLY_LAUNCH, cluster=(early, 0, 0))
+        self.attributes = (Attribute * 2)(flag, Attribute(id=CLUSTER_DIMENSION, cluster=(1, 1, 1)))
+        self.config = Config((1, 1, 1), (threads, 1, 1), shared_bytes, None, self.attributes, 1)
         self.config_at = ctypes.byref(self.config)
-        self.grid, self.cluster = self.config.grid, self.attribute.cluster  # views: writing them writes the structures
+        self.grid, self.cluster = self.config.grid, self.attributes[1].cluster  # views: to write them is to write these
 
 
 class Kernel:
     """One kernel of a cubin. Its parameters are one structure by value; blocks and clusters have one dimension."""
 
-    def __init__(self, image: bytes, name: str, *, params: str, threads: int, shared_bytes: int) -> None:
-        """params: the structure as `struct` writes it. shared_bytes: dynamic, of a block. Nothing is loaded yet."""
+    def __init__(
+        self, image: bytes, name: str, *, params: str, threads: int, shared_bytes: int, early: bool = False
+    ) -> None:
+        """params: the structure as `struct` writes it. shared_bytes: dynamic, of a block. Nothing is loaded yet.
+
+        early: its blocks start while the kernel before it on the stream still ends. They must wait for that
+        (`griddepcontrol.wait`) before they read or write what another kernel touches.
+        """
         self.name = name
         self._image, self._shared_bytes = image, shared_bytes
         self._pack, self._size = struct.Struct(params).pack_into, struct.calcsize(params)
-        self._threads = threads
+        self._threads, self._early = threads, early
         self._call: _Call | None = None
         self._functions: dict[int, ctypes.c_void_p] = {}
 
@@ -90,7 +98,7 @@ class Kernel:
         with torch.cuda.device(device):
             _enter()
             function = self._loaded()
-            self._call = self._call or _Call(self._size, self._threads, self._shared_bytes)
+            self._call = self._call or _Call(self._size, self._threads, self._shared_bytes, self._early)
             self._functions[device] = function
 
     def _loaded(self) -> ctypes.c_void_p:
@@ -132,7 +140,7 @@ class Kernel:
         call.grid[0] = blocks
         config.stream = torch._C._cuda_getCurrentRawStream(device)
         call.cluster[0] = cluster
-        config.attribute_count = cluster > 1
+        config.attribute_count = 1 + (cluster > 1)
         code = driver().cuLaunchKernelEx(call.config_at, self._functions[device], call.pointers, None)
         if code:
             _check(code, f"{self.name}: launch of {blocks} blocks")
