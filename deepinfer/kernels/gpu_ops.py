@@ -100,8 +100,10 @@ def sparse_attention(
     *,
     invariant: bool = False,
 ) -> Tensor:
-    """As `triton.attention.sparse_attention`, in CUDA C++ where that serves."""
-    module = cuda_attention if cuda_attention.serves(q, window_pool, kv_pool) else attention
+    """As `triton.attention.sparse_attention`, in CUDA C++ where that serves and is not slower. invariant: wherever it
+    serves, as bits must not depend on the number of rows."""
+    fast = invariant or cuda_attention.is_faster(len(q), cuda_attention.tiles_of(window_indices, kv_indices))
+    module = cuda_attention if fast and cuda_attention.serves(q, window_pool, kv_pool) else attention
     return module.sparse_attention(
         q, window_pool, window_indices, kv_pool, kv_indices, sink, scale, invariant=invariant
     )

@@ -1,129 +1,30 @@
-"""Kernels in CUDA C++: where attention takes them, what is said where it cannot, and how they are launched.
-
-The driver is one that only takes notes, and the GPU one that is asked for its name; on a real one a small kernel runs.
-"""
+"""How kernels in CUDA C++ are launched: by a driver that only takes notes, and on a GPU, where a small kernel runs."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import small_kernel
 import torch
 from small_kernel import PARAMS, SHARED, THREADS
 
-from deepinfer.kernels import gpu_report, select
+from deepinfer.kernels import gpu_report
 from deepinfer.kernels.cuda import attention, driver
-from deepinfer.kernels.cuda.build import CudaBuildError, built
+from deepinfer.kernels.cuda.build import built
 from deepinfer.kernels.cuda.driver import CudaError, Kernel
-from deepinfer.kernels.reference.records import window_bytes
-from deepinfer.kernels.select import attention as select_attention
-from deepinfer.kernels.select import backends
 
 WITHOUT = not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 
 def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(pytest.mark.skipif(WITHOUT, reason="needs a Hopper GPU")(test))
-
-
-def not_built(name: str) -> None:
-    raise CudaBuildError("no compiler\nat all")
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """A Hopper GPU as far as `problem` asks for one."""
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(attention, "_devices", {})
-    monkeypatch.delenv("DEEPINFER_CUDA_KERNELS", raising=False)
-    monkeypatch.setattr(attention, "built", not_built)
-    attention._kernel.cache_clear()
-    yield torch.device("cuda", 0)
-    attention._kernel.cache_clear()
-
-
-def test_the_switch_turns_them_off_before_anything_is_compiled(
-    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEEPINFER_CUDA_KERNELS", "0")
-    assert attention.problem(hopper) == "DEEPINFER_CUDA_KERNELS=0 switches the kernels in CUDA C++ off"
-    monkeypatch.setattr(attention, "_devices", {})
-    monkeypatch.setenv("DEEPINFER_CUDA_KERNELS", "perhaps")
-    assert "DEEPINFER_CUDA_KERNELS='perhaps': use 1 or 0" in gpu_report.cuda_fact(hopper)[2]
-    monkeypatch.setenv("DEEPINFER_CUDA_KERNELS", "1")
-    assert attention.problem(hopper) == "no compiler\nat all"
-
-
-def test_a_reason_is_logged_once_and_told_by_doctor(hopper: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    assert attention.problem(hopper) == attention.problem(hopper) == "no compiler\nat all"
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "runs in Triton on cuda:0" in record.getMessage()
-    what, state, detail = gpu_report.cuda_fact(hopper)
-    assert (what, state) == ("cuda c++", "note") and detail.endswith("in Triton, slower: no compiler at all")
-
-
-def test_other_devices_are_told_why_and_log_nothing(
-    hopper: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    blackwell = SimpleNamespace(major=10, minor=0, multi_processor_count=148)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: blackwell)
-    assert attention.problem(hopper) == "it is made for compute capability 9.0, not for 10.0"
-    assert attention.problem(torch.device("cpu")) == "it is made for CUDA devices, not for cpu"
-    assert caplog.records == []
-
-
-def test_queries_on_a_cpu_are_not_served() -> None:
-    q = torch.zeros(1, attention.HEADS, attention.DIM, dtype=torch.bfloat16)
-    pool = torch.zeros(4, attention.WINDOW_BYTES, dtype=torch.uint8)
-    assert not attention.serves(q, pool, None)
-    with pytest.raises(ValueError, match="not served"):
-        attention.sparse_attention(q, pool, torch.zeros(1, 4, dtype=torch.int32), None, None, torch.zeros(64), 1.0)
-
-
-@pytest.mark.parametrize("served", [False, True])
-def test_where_it_serves_it_runs_and_nothing_is_unpacked(monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
-    def attend(*arguments: object, invariant: bool) -> tuple[str, bool]:
-        return "CUDA C++", invariant
-
-    twin = SimpleNamespace(serves=lambda q, window_pool, kv_pool: served, sparse_attention=attend)
-    with select.interpreted_gpu():
-        monkeypatch.setattr(backends.gpu(), "cuda_attention", twin)
-        monkeypatch.setattr(backends.gpu().attention, "sparse_attention", lambda *_, invariant: ("Triton", invariant))
-        q = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
-        pool = torch.zeros(4, window_bytes(128), dtype=torch.uint8)
-        many = q.expand(select_attention.UNPACKED_ROWS, -1, -1)
-        assert select.unpacks_keys(many, pool) is not served
-        assert not select.unpacks_keys(many[1:], pool)
-        indices, sink = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(8)
-        out = select.sparse_attention(q, pool, indices, None, None, sink, 1.0, split=True, invariant=True)
-    assert out == ("CUDA C++" if served else "Triton", True)
-
-
-@pytest.mark.parametrize("clusters", [(), (132, 66, 39, 30, 22, 17, 15, 15)])  # the second are an H200's
-def test_rows_are_shared_by_as_few_blocks_as_make_parts_short(clusters: tuple[int, ...]) -> None:
-    held = clusters or [132 // n for n in range(1, 9)]
-    for rows in range(1, 140):
-        for tiles in range(1, 14):
-            parts = attention.parts_of(rows, tiles, 132, clusters)
-            allowed = [n for n in range(1, 9) if n == 1 or (n <= tiles and rows <= held[n - 1])]
-            longest = min(-(-tiles // n) for n in allowed)
-            assert parts == min(n for n in allowed if -(-tiles // n) == longest)
-            assert (parts - 1) * longest < tiles  # the last part is not empty
-    found = [attention.parts_of(rows, 10, 132, clusters) for rows in (1, 22, 23, 26, 30, 33, 39, 40, 44, 66, 67)]
-    assert found == ([5, 5, 4, 4, 4, 3, 3, 2, 2, 2, 1] if clusters else [5, 5, 5, 5, 4, 4, 3, 3, 3, 2, 1])
-
-
-# -- the driver -----------------------------------------------------------------------------------------------------
 
 
 class FakeDriver:
@@ -174,6 +75,15 @@ def test_a_launch_carries_grid_cluster_stream_and_parameters(fake: FakeDriver) -
     assert attributes[driver.CLUSTER_DIMENSION] == (3, 1, 1)
     assert struct.unpack(PARAMS, parameters) == (1 << 40, 5, -7, 2.5)
     assert plain.grid[0] == 9 and driver.CLUSTER_DIMENSION not in fewer
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_only_a_kernel_that_waits_by_itself_is_started_early(fake: FakeDriver, early: bool) -> None:
+    kernel = Kernel(b"", "fill", params=PARAMS, threads=THREADS, shared_bytes=SHARED, early=early)
+    kernel.load(0)
+    kernel.launch(0, 2, 2, 0, 0, 0, 0.0)
+    ((_, attributes, _),) = fake.launches
+    assert attributes.get(driver.EARLY_LAUNCH, (0, 0, 0))[0] == early
 
 
 def test_threads_do_not_share_what_they_hand_over(fake: FakeDriver) -> None:

@@ -25,6 +25,8 @@ KEYS = 64  # a tile
 THREADS = 512  # of a block, of which a multiprocessor holds one
 SHARED_BYTES = 232_448  # all that a block of Hopper can have
 MOST_PARTS = 8  # blocks of a portable cluster
+PART_TILES = 2  # of a part, at least: to put parts together costs more than the second tile
+FEW_ROWS, SHORT_TILES = 12, 3  # see `is_faster`
 # Params of attention.cu: 7 pointers, 2 strides, rows, W, K, wstep, kstep, parts, scale2, and the structure's own end.
 PARAMS = "7Q2q6if4x"
 LOG2E = 1.4426950408889634
@@ -143,6 +145,8 @@ def sparse_attention(
     assert isinstance(ready, _Device)
     rows = len(q)
     q, sink = q.contiguous(), sink.float().contiguous()
+    if kv_pool is None or kv_indices is None:
+        kv_pool = kv_indices = None
     window_indices, window_step = _words(window_indices)
     window, selected, entry_step, entry_stride = window_indices.shape[1], 0, 1, 0
     pool_at = list_at = 0
@@ -150,7 +154,7 @@ def sparse_attention(
         kv_indices, entry_step = _words(kv_indices)
         selected, entry_stride = kv_indices.shape[1], kv_indices.stride(0) * entry_step
         pool_at, list_at = kv_pool.data_ptr(), kv_indices.data_ptr()
-    tiles = -(-window // KEYS) - (-selected // KEYS)
+    tiles = tiles_of(window_indices, kv_indices)
     if rows == 0 or tiles == 0:
         return torch.zeros_like(q)
     out = torch.empty_like(q)
@@ -164,6 +168,18 @@ def sparse_attention(
         *(rows, window, selected, window_step, entry_step, parts, scale * LOG2E * KEY_SCALE),
     )
     return out
+
+
+def tiles_of(window_indices: Tensor, kv_indices: Tensor | None) -> int:
+    """Tiles of 64 keys that both lists of a row take."""
+    return -(-window_indices.shape[1] // KEYS) - (0 if kv_indices is None else -kv_indices.shape[1] // KEYS)
+
+
+def is_faster(rows: int, tiles: int) -> bool:
+    """Than Triton's kernel, where a tile of a few rows has a program of its own and a second launch joins them. On an
+    H200, lists of 10 tiles: 1 row 17 and 12 us, 8 rows 17 and 14, 16 rows 18 and 19; of 2 tiles: 1 row 11 and 11, 64
+    rows 12 and 17."""
+    return rows > FEW_ROWS or tiles <= SHORT_TILES
 
 
 def _words(indices: Tensor) -> tuple[Tensor, int]:
@@ -184,7 +200,7 @@ def parts_of(rows: int, tiles: int, sms: int, clusters: tuple[int, ...] = ()) ->
     """
     held = clusters or tuple(sms // blocks for blocks in range(1, MOST_PARTS + 1))
     best = 1
-    for parts in range(2, min(MOST_PARTS, tiles) + 1):
+    for parts in range(2, min(MOST_PARTS, tiles // PART_TILES) + 1):
         if rows <= held[parts - 1] and -(-tiles // parts) < -(-tiles // best):
             best = parts
     return best
