@@ -199,7 +199,7 @@ def test_queries_beyond_fp16_are_seen_where_all_logits_are_on_one_side(value: fl
         assert not out[[0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize("sink", [float("-inf"), -80.0, 80.0, 1e4, -1e4])
+@pytest.mark.parametrize("sink", [float("-inf"), -80.0, 60.0, 80.0, 1e4, -1e4])
 def test_extreme_sinks(sink: float) -> None:
     case = real(9, seed=2)
     case.sink[::2] = sink
