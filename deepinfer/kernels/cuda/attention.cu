@@ -8,9 +8,9 @@
 
 // -- group 0: logits, probabilities, denominators -------------------------------------------------------------------
 
-// Two heads of a thread, as in Sums: the maximum that probabilities are relative to (log2), and their sum so far.
+// Two heads of a thread, as in Sums: the maximum that probabilities are relative to (log2), their sum so far, the sink.
 struct Softmax {
-  float top[2], sum[2];
+  float top[2], sum[2], sink[2];
 
   DEV void reset() {
     top[0] = top[1] = NO_KEY;
@@ -79,20 +79,20 @@ struct Softmax {
         store32(at, as_bits(top[h]));
         store32(at + 256, as_bits(sum[h]));
       } else {
-        store32(at, as_bits(factor_of(sum[h] + exp2_fast(p.sink[r + 8 * h] * LOG2E - top[h]))));
+        store32(at, as_bits(factor_of(sum[h] + exp2_fast(sink[h] - top[h]))));
       }
     }
     __syncwarp();
+    if (p.parts == 1 && b.lane == 0) arrive(b.bars().factor(i & 1));
   }
 };
 
 DEV void logits_group(Sums& o, const Block& b, const Params& p) {
-  put_queries<8>(p.q + b.row(0) * ROW * HEADS, b.shared, threadIdx.x, 128, 0);  // half of the first row's
-  show_to_products();
-  __syncwarp();
-  if (b.lane == 0) arrive(b.bars().queries());
-  float s[32];
   Softmax softmax;
+#pragma unroll
+  for (int h = 0; h < 2; h++) softmax.sink[h] = p.sink[16 * b.warp + (b.lane >> 2) + 8 * h] * LOG2E;
+  put_queries(b, p.q + b.row(0) * ROW * HEADS);
+  float s[32];
   int g = 0;  // tiles so far
   for (int i = 0; i < b.rows; i++) {
     softmax.reset();
@@ -121,17 +121,17 @@ DEV void logits_group(Sums& o, const Block& b, const Params& p) {
       if (scaled) scale_sums(o, alpha[0], alpha[1]);
       four_warps_meet<1>();  // this group's own P, sooner than by the barrier
       add_values(o, b, st, t > 0);
+      if (t == b.tiles - 1) softmax.finish(b, p, i);  // under the product
       products_wait(o);
       if (b.lane == 0) arrive(b.bars().empty(st));
     }
-    softmax.finish(b, p, i);
     if (p.parts > 1) break;
-    if (b.lane == 0) arrive(b.bars().factor(i & 1));
+    if (i + 1 < b.rows) put_queries(b, p.q + b.row(i + 1) * ROW * HEADS);
     store_row(o, b, i, p.out);
   }
 }
 
-// -- group 1: asks for records, a fourth of the next queries ---------------------------------------------------------
+// -- group 1: asks for records ---------------------------------------------------------
 
 // What is asked for next: a unit is a compressed tile or half of a window tile.
 struct Requests {
@@ -198,12 +198,17 @@ struct Requests {
 DEV void requests_group(Sums& o, const Block& b, const Params& p) {
   Requests requests;
   requests.read_indices(b, p);
+  requests.ask(b, p);
+  put_queries(b, p.q + b.row(0) * ROW * HEADS);
   // The units up to the next tile but one's first: for more the unpacking groups make room only behind this tile's values.
   int allowed = b.compressed ? 2 : 3;
   int t = 0, i = 0;
 #pragma unroll 1
   for (int g = 0; g < b.rows * b.tiles; g++) {
     const int st = g & 1;
+    if (t == 0 && i + 1 < b.rows)  // the next row's queries: 512 lines of memory on their way
+#pragma unroll
+      for (int k = 0; k < 4; k++) fetch_to_l2(p.q + b.row(i + 1) * ROW * HEADS + (k * 128 + (threadIdx.x & 127)) * 128);
     allowed += (t + 1 == b.tiles ? 0 : t + 1) < b.compressed ? 1 : 2;
     while (requests.more(b) && requests.units < allowed) requests.ask(b, p);
     wait(b.bars().p(st), (g >> 1) & 1);
@@ -215,11 +220,7 @@ DEV void requests_group(Sums& o, const Block& b, const Params& p) {
     if (p.parts > 1) break;
     if (i + 1 < b.rows) {
       wait(b.bars().queries_read(), i & 1);
-#pragma unroll 1
-      for (int piece = 0; piece < 1024; piece += 512) put_queries<4>(p.q + b.row(i + 1) * ROW * HEADS, b.shared, threadIdx.x & 127, 128, piece);
-      show_to_products();
-      __syncwarp();
-      if (b.lane == 0) arrive(b.bars().queries());
+      put_queries(b, p.q + b.row(i + 1) * ROW * HEADS);
     }
     wait(b.bars().factor(i & 1), (i >> 1) & 1);
     store_row(o, b, i, p.out);
@@ -228,14 +229,11 @@ DEV void requests_group(Sums& o, const Block& b, const Params& p) {
   }
 }
 
-// -- groups 2 and 3: records to tiles of keys, half of the next queries ----------------------------------------------
+// -- groups 2 and 3: records to tiles of keys ----------------------------------------------
 
 DEV void unpacking_groups(Sums& o, const Block& b, const Params& p) {
-  const int number = b.warp + 4 * (b.group - 2), thread = threadIdx.x & 255;  // of eight warps: keys 8 * number ... of a tile
-  put_queries<4>(p.q + b.row(0) * ROW * HEADS, b.shared, thread, 256, 1024);
-  show_to_products();
-  __syncwarp();
-  if (b.lane == 0) arrive(b.bars().queries());
+  const int number = b.warp + 4 * (b.group - 2);  // of eight warps: keys 8 * number ... of a tile
+  put_queries(b, p.q + b.row(0) * ROW * HEADS);
   Records records;
   int units = 0;
   auto take = [&](int g, bool window) {  // the next unit, of tile g
@@ -294,10 +292,7 @@ DEV void unpacking_groups(Sums& o, const Block& b, const Params& p) {
     if (p.parts > 1) break;
     if (i + 1 < b.rows) {
       wait(b.bars().queries_read(), i & 1);
-      put_queries<4>(p.q + b.row(i + 1) * ROW * HEADS, b.shared, thread, 256, 1024);
-      show_to_products();
-      __syncwarp();
-      if (b.lane == 0) arrive(b.bars().queries());
+      put_queries(b, p.q + b.row(i + 1) * ROW * HEADS);
     }
     wait(b.bars().factor(i & 1), (i >> 1) & 1);
     store_row(o, b, i, p.out);

@@ -89,6 +89,7 @@ DEV uint32_t load8(uint32_t at) {
 DEV void read128(const uint8_t* p, uint32_t (&w)[4]) {  // read once: kept out of the first-level cache
   asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p));
 }
+DEV void fetch_to_l2(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // its 128 bytes
 DEV int read_index(const int* p) {
   int r;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(p));

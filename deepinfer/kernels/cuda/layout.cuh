@@ -48,7 +48,7 @@ struct Barriers {
   DEV uint32_t empty(int s) const { return shared + AT_BARRIERS + 16 + 8 * s; }   // nobody reads it any more: 16 warps
   DEV uint32_t p(int s) const { return shared + AT_BARRIERS + 32 + 8 * s; }       // its probabilities are there: 4 warps
   DEV uint32_t factor(int s) const { return shared + AT_BARRIERS + 48 + 8 * s; }  // a row's factors are there: 4 warps
-  DEV uint32_t queries() const { return shared + AT_BARRIERS + 64; }              // a row's queries are there: 12 warps
+  DEV uint32_t queries() const { return shared + AT_BARRIERS + 64; }              // a row's queries are there: 16 warps
   DEV uint32_t queries_read() const { return shared + AT_BARRIERS + 72; }         // ... and not needed any more: 4 warps
   DEV uint32_t records() const { return shared + AT_BARRIERS + 80; }              // records have arrived: 128 threads' copies, 4 masks
   DEV uint32_t records_read() const { return shared + AT_BARRIERS + 88; }         // ... and are in registers: 8 warps
@@ -60,7 +60,7 @@ struct Barriers {
       barrier_init(p(s), 4);
       barrier_init(factor(s), 4);
     }
-    barrier_init(queries(), 12);
+    barrier_init(queries(), 16);
     barrier_init(queries_read(), 4);
     barrier_init(records(), 132);
     barrier_init(records_read(), 8);

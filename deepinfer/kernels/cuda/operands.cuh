@@ -43,22 +43,23 @@ DEV uint32_t window_scale(uint32_t code, bool real) {
   return real ? half * 0x10001u : 0u;
 }
 
-// Some of the 2,048 pieces of 16 dims of a row's queries: first + i * threads + thread, i < N. Values beyond FP16 become
-// NaN, and so does the row's result.
-template <int N> DEV void put_queries(const uint8_t* queries, uint32_t shared, int thread_, int threads, int first) {
-  const int thread = fresh(thread_);
+// This thread's four of the 2,048 pieces of 16 dims of a row's queries. Values beyond FP16 become NaN, and so does the
+// row's result.
+DEV void put_queries(const Block& b, const uint8_t* queries) {
+  constexpr int N = 4, THREADS = 512;
+  const int thread = fresh(threadIdx.x);
   uint32_t even[N][4], odd[N][4];
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    const int piece = first + i * threads + thread;
+    const int piece = i * THREADS + thread;
     const uint8_t* from = queries + (piece >> 5) * ROW + (piece & 31) * 16;  // eight even dims; eight odd ones half a row on
     read128(from, even[i]);
     read128(from + ROW / 2, odd[i]);
   }
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    const int piece = first + i * threads + thread, head = piece >> 5, x = piece & 31;
-    const uint32_t to = shared + AT_QUERIES + (x >> 2) * PANEL + head * 128;
+    const int piece = i * THREADS + thread, head = piece >> 5, x = piece & 31;
+    const uint32_t to = b.shared + AT_QUERIES + (x >> 2) * PANEL + head * 128;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       const uint32_t e0 = even[i][2 * c], e1 = even[i][2 * c + 1], o0 = odd[i][2 * c], o1 = odd[i][2 * c + 1];  // dims (0 2) (4 6) (1 3) (5 7)
@@ -69,6 +70,9 @@ template <int N> DEV void put_queries(const uint8_t* queries, uint32_t shared, i
                infinite_to_nan(to_halves(as_float(o0 & high), as_float(o1 & high))));
     }
   }
+  show_to_products();
+  __syncwarp();
+  if (b.lane == 0) arrive(b.bars().queries());
 }
 
 // Records on their way through registers: a thread has 64 bytes of one key and the scales of these.

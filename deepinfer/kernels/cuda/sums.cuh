@@ -78,11 +78,12 @@ DEV float factor_of(float denominator) { return denominator > 0.f ? KEY_SCALE / 
 // Puts the parts of a row together, always in the same order. Every block of the cluster left the maxima and sums of its
 // probabilities at AT_FACTOR; its sums of values go to where its keys were; then it stores every `parts`-th piece of 32 dims.
 DEV void merge_parts(Sums& o, const Block& b, const Params& p) {
+  const int r = 16 * b.warp + (b.lane >> 2);
+  const float sink[2] = {p.sink[r] * LOG2E, p.sink[r + 8] * LOG2E};
   cluster_meets();  // also: no product reads queries or keys any more
   for (int k = threadIdx.x; k < 128 * p.parts; k += blockDim.x)
     store32(b.shared + AT_QUERIES + 4 * k, as_bits(remote(in_block(b.shared + AT_FACTOR + 4 * (k & 127), k >> 7))));
   __syncthreads();
-  const int r = 16 * b.warp + (b.lane >> 2);
   float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -90,7 +91,7 @@ DEV void merge_parts(Sums& o, const Block& b, const Params& p) {
     float top = NO_KEY, total = 0.f;
     for (int k = 0; k < p.parts; k++) top = fmaxf(top, as_float(load32(at + 512 * k)));
     for (int k = 0; k < p.parts; k++) total += as_float(load32(at + 512 * k + 256)) * exp2_fast(as_float(load32(at + 512 * k)) - top);
-    total += exp2_fast(p.sink[r + 8 * half] * LOG2E - top);
+    total += exp2_fast(sink[half] - top);
     factor[half] = factor_of(total) * exp2_fast(as_float(load32(at + 512 * b.rank)) - top);
   }
   scale_sums(o, factor[0], factor[1]);
