@@ -171,7 +171,7 @@ def prefill_case(queries: int, family: Family, unpacked: bool) -> KernelCase:
         bytes=keys + queries * (4 * HEADS * DIM + 4 * (WINDOW + SELECTED)),
         flops=flops,
         rate="bf16",
-        target_us=flops / PREFILL_RATE[family],
+        target_us=round(flops / PREFILL_RATE[family], 1),
         peer_us=730.0 if ours else None,
         peer="FlashMLA on bf16 keys, kernels.md 4" if ours else "",
         peer_key="flashmla_prefill" if ours else None,

@@ -156,4 +156,4 @@ def test_attention_is_timed_in_both_families_at_the_shapes_that_issue_7_names() 
         assert f"sparse attention in Triton, {shape}" in cases
     prefill = cases["sparse attention in CUDA, prefill of 4096 rows, records"]
     assert prefill.target_us is not None
-    assert prefill.flops / prefill.target_us / 1e6 == pytest.approx(520)
+    assert prefill.flops / prefill.target_us / 1e6 == pytest.approx(520, rel=1e-3)
