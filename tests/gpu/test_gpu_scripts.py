@@ -51,6 +51,12 @@ def test_what_a_run_under_the_sanitizer_says(code: int, output: str, verdict: tu
     assert judge(code, output) == verdict
 
 
+def test_racecheck_leaves_out_what_mbarriers_order_and_synccheck_takes_it() -> None:
+    assert all(family.takes("memcheck") for family in FAMILIES.values())
+    assert FAMILIES["cuda_attention"].takes("synccheck") and not FAMILIES["cuda_attention"].takes("racecheck")
+    assert FAMILIES["records"].takes("racecheck") and not FAMILIES["records"].takes("synccheck")
+
+
 def test_every_family_of_kernels_is_checked_by_tests_that_exist() -> None:
     folder = ROOT / "tests" / "kernels" / "gpu"
     triton = {path.stem.removeprefix("test_") for path in folder.glob("test_triton_*.py")} - {"triton_compile"}
