@@ -1,5 +1,5 @@
 """compute-sanitizer over one small run of every family of GPU kernels: memcheck, and racecheck for the small ones, or
-synccheck for those whose warps wait for each other at mbarriers.
+synccheck where racecheck reports what is right.
 
     python benchmarks/gpu_sanitizer.py                      # everything: minutes, most of them compilation
     python benchmarks/gpu_sanitizer.py --family records --family dense --tool memcheck
@@ -12,9 +12,10 @@ time goes to compilers. Prints a line a family and exits 1 where something was f
 does not work on this machine: some virtual machines do not let it at the device.
 
 Known limits: racecheck looks at shared memory alone and knows nothing of accesses through the tensor memory
-accelerator. Of attention in CUDA C++ it reports accesses that mbarriers alone order (2025.3.1: copies of records and
-their loads, among others), which says nothing for or against them, so that family has synccheck instead. What torch's
-own kernels do in the references is checked along with ours.
+accelerator. An arrival at an mbarrier counts for the arriving lane only (2025.3.1): where __syncwarp and one lane's
+arrival stand for a warp, it reports the other lanes' accesses, though the order is right; where every lane arrives, it
+reports none, of asynchronous copies either. Attention in CUDA C++ arrives by one lane, so it has synccheck instead,
+which does not look for races. What torch's own kernels do in the references is checked along with ours.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazar
 
 @dataclass(frozen=True)
 class Family:
-    """file: of tests/kernels/gpu, without test_ and .py. tests: pytest's -k. small: for racecheck, too. mbarriers: what
-    orders its accesses to shared memory, so for synccheck in place of racecheck."""
+    """file: of tests/kernels/gpu, without test_ and .py. tests: pytest's -k. small: for racecheck, too. mbarriers: one
+    lane arrives at them for its warp, so synccheck in place of racecheck."""
 
     file: str
     tests: str
