@@ -212,7 +212,8 @@ def load_model(
     numerics = Numerics.named(dtype, invariant=invariant)
     twins = select.cpu_twins(torch.device(device), numerics.dtype)
     if weights == "packed" and not twins:
-        reason = select.explain(torch.device(device), numerics.dtype)
+        on_cpu = torch.device(device).type == "cpu"
+        reason = select.explain(torch.device(device), numerics.dtype) if on_cpu else f"they do not run on {device}"
         raise ValueError(f"weights='packed' needs the CPU kernels: {reason}")
     if weights == "auto":
         weights = "packed" if twins else "gpu" if select.gpu_twins(torch.device(device), numerics.dtype) else "wide"

@@ -15,6 +15,7 @@ from deepinfer.kernels.cuda.build import CudaBuildError
 from deepinfer.kernels.reference.records import window_bytes
 from deepinfer.kernels.select import attention as select_attention
 from deepinfer.kernels.select import backends
+from deepinfer.model import load_model
 
 
 def not_built(name: str) -> None:
@@ -62,6 +63,29 @@ def test_other_devices_are_told_why_and_log_nothing(
     assert attention.problem(hopper) == "it is made for compute capability 9.0, not for 10.0"
     assert attention.problem(torch.device("cpu")) == "it is made for CUDA devices, not for cpu"
     assert caplog.records == []
+
+
+def test_the_line_at_start_says_which_attention_runs_and_builds_for_no_other_dtype(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "gpu_problem", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper")
+    assert select.explain(hopper, torch.float32).startswith("reference operations")
+    assert select.explain(torch.device("cpu"), torch.bfloat16).startswith("reference operations")
+    assert attention._devices == {}
+    fallback = "GPU kernels in Triton on a Hopper; not in CUDA C++: "
+    assert select.explain(hopper, torch.bfloat16) == f"{fallback}no compiler at all"
+    attention._devices[0] = "error: " * 1000
+    assert len(select.explain(hopper, torch.bfloat16)) < 300
+    attention._devices[0] = attention._Device(SimpleNamespace(), 132, (132,))  # type: ignore[arg-type]
+    served = "GPU kernels in Triton, attention of 64 heads of 512 dims in CUDA C++, on a Hopper"
+    assert select.explain(hopper, torch.bfloat16) == served
+
+
+def test_weights_for_cpu_kernels_are_refused_on_a_gpu_before_anything_is_built(hopper: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"^weights='packed' needs the CPU kernels: they do not run on cuda:0$"):
+        load_model("nowhere", device=str(hopper), dtype="bfloat16", weights="packed")
+    assert attention._devices == {}
 
 
 def test_queries_on_a_cpu_are_not_served() -> None:

@@ -1,11 +1,13 @@
 """Which family of kernels serves a device and a dtype, and what is said about it.
 
-The GPU kernels are Triton's, which is imported where they run for the first time: elsewhere it may be missing.
+The GPU kernels are Triton's, which is imported where they run for the first time: elsewhere it may be missing. Some
+have a twin in CUDA C++ (`kernels/cuda`), which stands in where it could be built.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from deepinfer.kernels.cpu.build import library
 from deepinfer.kernels.cpu.threads import lend_torch_threads
+from deepinfer.kernels.cuda import attention as cuda_attention
 
 _reference_only = False
 _interpreted = False
@@ -76,15 +79,25 @@ def interpreted_gpu() -> Iterator[None]:
 
 
 def explain(device: torch.device, dtype: torch.dtype) -> str:
-    """One line for people: what runs here, and why not something faster."""
+    """One line for people: what runs here, and why not something faster. Builds what has to be built to know it: not
+    inside the capture of a graph."""
     if device.type != "cpu":
         if gpu_twins(device, dtype):
-            return f"GPU kernels in Triton on {torch.cuda.get_device_name(device)}"
+            return _explain_gpu(device)
         reason = f"the GPU kernels serve bfloat16, not {dtype}" if dtype != torch.bfloat16 else gpu_problem(device)
         return f"reference operations (plain PyTorch) on {device}: {reason}"
     if dtype != torch.float32:
         return f"reference operations (plain PyTorch): the CPU kernels serve float32, not {dtype}"
     return library().explanation if cpu_twins(device, dtype) else f"reference operations: {library().explanation}"
+
+
+def _explain_gpu(device: torch.device) -> str:
+    name, problem = torch.cuda.get_device_name(device), cuda_attention.problem(device)
+    if problem is None:
+        shape = f"{cuda_attention.HEADS} heads of {cuda_attention.DIM} dims"
+        return f"GPU kernels in Triton, attention of {shape} in CUDA C++, on {name}"
+    # the whole of a compiler's complaint is in the log
+    return f"GPU kernels in Triton on {name}; not in CUDA C++: {textwrap.shorten(problem, 200, placeholder=' ...')}"
 
 
 @contextmanager
