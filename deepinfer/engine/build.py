@@ -155,13 +155,22 @@ def _beside_the_cache(settings: Settings, model: ModelConfig, drafts: int) -> tu
     twins = select.gpu_twins(settings.device, getattr(torch, settings.dtype))
     # Experts that no kernel serves run the reference, which asks the device how many rows each has: not in a graph.
     graph_rows = min(rows, MOST_ROWS) if twins and select.shuffles_experts(model.hidden_size) else 0
-    return _working(settings, model, drafts, graph_rows).total, graph_rows
+    where = settings.device, getattr(torch, settings.dtype)
+    return _working(settings, model, drafts, graph_rows, where).total, graph_rows
 
 
-def _working(settings: Settings | EngineConfig, model: ModelConfig, drafts: int, graph_rows: int) -> WorkingMemory:
+def _working(
+    settings: Settings | EngineConfig,
+    model: ModelConfig,
+    drafts: int,
+    graph_rows: int,
+    where: tuple[torch.device, torch.dtype],
+) -> WorkingMemory:
+    tokens = settings.max_num_batched_tokens
     return working_memory(
         model,
-        tokens=settings.max_num_batched_tokens,
+        tokens=tokens,
+        unpacks=select.will_unpack(tokens, model.num_attention_heads, model.head_dim, *where),
         sequences=settings.max_num_seqs,
         drafts=drafts,
         graph_rows=graph_rows,
@@ -206,7 +215,8 @@ def build_core(
     memory: tuple[str, ...] = ()
     if model.device.type == "cuda":
         graphs = forward.capture(progress=progress)
-        working = _working(config, model.config, config.drafts, config.graph_rows)
+        where = model.device, model.numerics.dtype
+        working = _working(config, model.config, config.drafts, config.graph_rows, where)
         wide = kept_output_bytes(model)
         memory = (
             describe_memory(

@@ -47,10 +47,8 @@ def token_bytes(model: ModelConfig) -> int:
 
 
 def unpacked_bytes(model: ModelConfig, *, tokens: int, sequences: int, drafts: int) -> int:
-    """Keys of one layer that a step of so many tokens unpacks to bfloat16 before its attention: of all windows, and of
-    as many entries as are unpacked at once."""
-    if tokens < select.UNPACKED_ROWS:
-        return 0
+    """Keys of one layer that a step of so many tokens unpacks to bfloat16 before its attention, if it does so
+    (`select.will_unpack`): of all windows, and of as many entries as are unpacked at once."""
     windows = (sequences + 1) * (model.sliding_window + 1 + drafts) + tokens
     entries = select.MOST_UNPACKED if model.kv_source_layer_ids else 0
     return 2 * model.head_dim * (windows + entries)
@@ -73,10 +71,11 @@ def graph_memory(model: ModelConfig, *, rows: int, sequences: int, drafts: int) 
 
 
 def working_memory(
-    model: ModelConfig, *, tokens: int, sequences: int, drafts: int, graph_rows: int, longest: int
+    model: ModelConfig, *, tokens: int, sequences: int, drafts: int, graph_rows: int, longest: int, unpacks: bool
 ) -> WorkingMemory:
     """Of steps of up to `tokens` tokens and `sequences` sequences of up to `longest` tokens, with `drafts` drafts each
-    that are verified, and of graphs of up to `graph_rows` rows."""
+    that are verified, and of graphs of up to `graph_rows` rows. unpacks: the largest steps unpack keys before their
+    attention."""
     each = 4 * longest if model.kv_source_layer_ids else 0  # a row's scores, float32, at ratio 1
 
     def scores(count: int) -> int:
@@ -85,7 +84,7 @@ def working_memory(
     drawing = LOGITS * sequences * (1 + drafts) * 4 * model.vocab_size
     graphs = graph_memory(model, rows=graph_rows, sequences=sequences, drafts=drafts) + scores(graph_rows)
     activations = tokens * token_bytes(model)
-    activations += unpacked_bytes(model, tokens=tokens, sequences=sequences, drafts=drafts)
+    activations += unpacked_bytes(model, tokens=tokens, sequences=sequences, drafts=drafts) if unpacks else 0
     return WorkingMemory(activations, scores(tokens), drawing, graphs)
 
 

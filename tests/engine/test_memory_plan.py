@@ -9,6 +9,7 @@ import torch
 
 from deepinfer.cache.storage import CacheStorage
 from deepinfer.config import EngineConfig
+from deepinfer.engine import build
 from deepinfer.engine.arguments import EngineArguments
 from deepinfer.engine.graphs import GraphedModel, sizes_for
 from deepinfer.engine.memory_plan import (
@@ -21,6 +22,8 @@ from deepinfer.engine.memory_plan import (
 )
 from deepinfer.engine.settings import resolve_settings
 from deepinfer.engine.sizing import WIDE_ROWS, keeps_wide_outputs
+from deepinfer.kernels import select
+from deepinfer.kernels.select import backends
 from deepinfer.model.presets import flash, preset
 
 FLASH = flash()
@@ -32,18 +35,29 @@ def test_a_token_of_the_released_model_takes_some_hundred_kilobytes():
 
 
 def test_working_memory_grows_with_what_asks_for_it_and_index_scores_are_bounded():
-    sizes = {"tokens": 4096, "sequences": 64, "drafts": 0, "graph_rows": 64, "longest": 32_768}
+    sizes = {"tokens": 4096, "sequences": 64, "drafts": 0, "graph_rows": 64, "longest": 32_768, "unpacks": True}
     plan = working_memory(FLASH, **sizes)
     unpacked = unpacked_bytes(FLASH, tokens=4096, sequences=64, drafts=0)
     assert unpacked == 1024 * (65 * 129 + 4096 + (1 << 17))  # keys of 512 values in bfloat16
     assert plan.activations == 4096 * token_bytes(FLASH) + unpacked
-    assert unpacked_bytes(FLASH, tokens=1023, sequences=64, drafts=0) == 0
+    assert working_memory(FLASH, **sizes | {"unpacks": False}).activations == 4096 * token_bytes(FLASH)
     assert plan.logits == 4 * 64 * FLASH.vocab_size * 4
     assert plan.total == sum((plan.activations, plan.scores, plan.logits, plan.graphs))
     assert working_memory(FLASH, **sizes | {"graph_rows": 0}).graphs == 0
     longer = working_memory(FLASH, **sizes | {"longest": FLASH.max_position_embeddings})
     assert plan.scores <= longer.scores < 1.2 * SCORE_BYTES
     assert working_memory(FLASH, **sizes | {"tokens": 1, "longest": 1024}).scores < 5000
+
+
+@pytest.mark.parametrize(("tokens", "in_cuda", "reserved"), [(1023, False, 0), (1024, False, 1), (1024, True, 0)])
+def test_room_for_unpacked_keys_is_reserved_where_steps_unpack_them(monkeypatch, tokens, in_cuda, reserved):
+    """Tried with the GPU kernels' interpreter in the place of a GPU."""
+    config = EngineConfig(max_model_len=4096, max_num_seqs=4, max_num_batched_tokens=tokens, num_blocks=64)
+    with select.interpreted_gpu():
+        monkeypatch.setattr(backends.gpu().cuda_attention, "serves", lambda *_: in_cuda)
+        working = build._working(config, FLASH, 0, 0, (torch.device("cpu"), torch.bfloat16))
+    keys = unpacked_bytes(FLASH, tokens=tokens, sequences=4, drafts=0)
+    assert working.activations == tokens * token_bytes(FLASH) + reserved * keys
 
 
 def test_every_graph_keeps_the_logits_of_its_own_size():
@@ -100,7 +114,8 @@ def test_the_line_at_start_names_every_part():
     config = EngineConfig(
         max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=4096, num_blocks=2048, kv_format="hopper", drafts=5
     )
-    working = working_memory(FLASH, tokens=4096, sequences=64, drafts=5, graph_rows=384, longest=4096)
+    sizes = {"tokens": 4096, "sequences": 64, "drafts": 5, "graph_rows": 384, "longest": 4096}
+    working = working_memory(FLASH, **sizes, unpacks=False)
     line = describe_memory(FLASH, config, weights=50 << 30, wide_outputs=43 << 26, graphs=3 << 30, working=working)
     assert "50.00 weights" in line
     assert "2.69 wide output weights" in line

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from deepinfer.kernels.select.attention import (
     MOST_UNPACKED,
-    UNPACKED_ROWS,
     PagedKeys,
     attention_over_unpacked,
     candidate_mask,
@@ -19,6 +18,7 @@ from deepinfer.kernels.select.attention import (
     top_entries,
     unpack_entries,
     unpacks_keys,
+    will_unpack,
 )
 from deepinfer.kernels.select.backends import (
     cpu_twins,
@@ -82,7 +82,6 @@ from deepinfer.kernels.select.tokens import (
 
 __all__ = [
     "MOST_UNPACKED",
-    "UNPACKED_ROWS",
     "PagedKeys",
     "apply_rope",
     "attends",
@@ -135,6 +134,7 @@ __all__ = [
     "top_entries",
     "unpack_entries",
     "unpacks_keys",
+    "will_unpack",
     "window_latents",
     "window_rows",
 ]

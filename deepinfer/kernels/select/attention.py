@@ -51,6 +51,13 @@ def unpacks_keys(q: Tensor, window_pool: Tensor) -> bool:
     return many and gpu_fast(q) and gpu().gains_by_unpacking(q, window_pool)
 
 
+def will_unpack(rows: int, heads: int, size: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """What `unpacks_keys` will say to so many queries over packed records on a device: for plans of its memory. Builds
+    what has to be built to know it."""
+    q = torch.empty(1, heads, size, dtype=dtype, device=device).expand(rows, -1, -1)
+    return unpacks_keys(q, torch.empty(1, records.window_bytes(size), dtype=torch.uint8, device=device))
+
+
 def unpack_entries(pool: Tensor, rows: Tensor) -> Tensor:
     """Compressed records uint8 [R, D / 2 + D / 16] at rows int64 [M] -> their values, bf16 [M, D], in split order."""
     return gpu().unpack_compressed(pool, rows)
