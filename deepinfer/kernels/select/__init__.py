@@ -1,8 +1,8 @@
 """Picks the implementation of an operation by device, dtype and shape. The reference is always there and always right.
 
-The CPU twins (`kernels/cpu`) serve float32 on a CPU where a C++ compiler is found, the GPU twins (`kernels/triton`)
-bfloat16 on a Hopper GPU with weights in the form "gpu"; everything else runs the reference, shapes that a kernel does
-not take among it.
+The CPU twins (`kernels/cpu`) serve float32 on a CPU where a C++ compiler is found, the GPU twins (`kernels/triton`,
+`kernels/cuda`) bfloat16 on a Hopper GPU with weights in the form "gpu"; everything else runs the reference, shapes that
+a kernel does not take among it.
 """
 
 from __future__ import annotations
