@@ -1,4 +1,5 @@
-// Attention of every query over its own list of packed records, for one H200: 64 heads of 512 dims (docs/kernels.md).
+// Attention of every query over its own list of packed records, for a Hopper GPU: 64 heads of 512 dims. How it runs and what
+// bounds it: docs/performance.md, "Attention in CUDA C++".
 //
 // One block a multiprocessor, 16 warps in four groups; rows are taken in turn, keys 64 at a time. All groups sum values,
 // 128 dims each; beside that the first computes logits and probabilities, the second asks for records, and the third and
@@ -16,8 +17,9 @@ struct Softmax {
     top[0] = top[1] = NO_KEY;
     sum[0] = sum[1] = 0.f;
   }
-  // s: logits [8 j + 2 (lane % 4) + (0, 1)] of both heads -> probabilities to AT_P. alpha: what earlier sums are to be
-  // scaled with; true where that is not 1. A maximum that grows by little stays as it is: P is at most 2^GROWTH then.
+  // s: logits of both heads and keys 8 j + 2 (lane % 4), + 1 of tile g -> probabilities to AT_P. begun: the row has earlier
+  // tiles. alpha: what their sums are to be scaled with; returns whether sums of any of the warp's heads are. A maximum
+  // that grows by little stays as it is: P is at most 2^GROWTH then.
   DEV bool tile(float (&s)[32], float (&alpha)[2], const Block& b, uint64_t mask, int g, bool begun, float scale) {
     const int q2 = 2 * (b.lane & 3);
     const uint32_t low = (uint32_t)mask, high = (uint32_t)(mask >> 32);
@@ -45,7 +47,7 @@ struct Softmax {
       for (int h = 0; h < 2; h++) {
         x[h] = fmaxf(x[h], __shfl_xor_sync(~0u, x[h], 1));
         x[h] = fmaxf(x[h], __shfl_xor_sync(~0u, x[h], 2));
-        const float now = x[h] > top[h] + GROWTH ? ceilf(x[h]) : top[h];  // whole, so that alpha is a power of two: exact in bf16
+        const float now = x[h] > top[h] + GROWTH ? ceilf(x[h]) : top[h];  // whole: 2^whole is exact in ex2 and in bf16
         alpha[h] = exp2_fast(top[h] - now);
         sum[h] *= alpha[h];
         top[h] = now;
@@ -126,12 +128,14 @@ DEV void logits_group(Sums& o, const Block& b, const Params& p) {
       if (b.lane == 0) arrive(b.bars().empty(st));
     }
     if (p.parts > 1) break;
+    // All four warps have multiplied the old ones: they met behind the last logits. (Factors have two places: those of row
+    // i + 2 are written behind its queries, which a group brings after it has stored row i.)
     if (i + 1 < b.rows) put_queries(b, p.q + b.row(i + 1) * ROW * HEADS);
     store_row(o, b, i, p.out);
   }
 }
 
-// -- group 1: asks for records ---------------------------------------------------------
+// -- group 1: asks for records ---------------------------------------------------------------------------------------
 
 // What is asked for next: a unit is a compressed tile or half of a window tile.
 struct Requests {
@@ -167,16 +171,16 @@ struct Requests {
 #pragma unroll
       for (int k = 0; k < 9; k++) {  // 8 records of 33 chunks of 16 bytes
         const int chunk = lane + 32 * k, record = (chunk * 993) >> 15, part = chunk - 33 * record;  // chunk / 33 for chunk < 288
-        const int row = __shfl_sync(~0u, index, record & 7);
-        copy_unless_empty(b.shared + AT_RECORDS + (8 * b.warp + record) * WINDOW_PITCH + part * 16, p.window_pool + (int64_t)row * WINDOW + part * 16,
-                          chunk < 264 ? row : -1);
+        const int from = __shfl_sync(~0u, index, record & 7);
+        copy_unless_empty(b.shared + AT_RECORDS + (8 * b.warp + record) * WINDOW_PITCH + part * 16, p.window_pool + (int64_t)from * WINDOW + part * 16,
+                          chunk < 264 ? from : -1);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < 9; k++) {  // 16 records of 18 chunks
         const int chunk = lane + 32 * k, record = (chunk * 57) >> 10, part = chunk - 18 * record;  // chunk / 18 for chunk < 288
-        const int row = __shfl_sync(~0u, index, record);
-        copy_unless_empty(b.shared + AT_RECORDS + 16 * b.warp * ENTRY + chunk * 16, p.entry_pool + (int64_t)row * ENTRY + part * 16, row);
+        const int from = __shfl_sync(~0u, index, record);
+        copy_unless_empty(b.shared + AT_RECORDS + 16 * b.warp * ENTRY + chunk * 16, p.entry_pool + (int64_t)from * ENTRY + part * 16, from);
       }
     }
     arrive_when_copied(b.bars().records());
@@ -200,7 +204,8 @@ DEV void requests_group(Sums& o, const Block& b, const Params& p) {
   requests.read_indices(b, p);
   requests.ask(b, p);
   put_queries(b, p.q + b.row(0) * ROW * HEADS);
-  // The units up to the next tile but one's first: for more the unpacking groups make room only behind this tile's values.
+  // Before the values of tile g: units up to the first one of tile g + 2. For the one behind it the unpacking groups make room
+  // below these values.
   int allowed = b.compressed ? 2 : 3;
   int t = 0, i = 0;
 #pragma unroll 1
@@ -229,7 +234,7 @@ DEV void requests_group(Sums& o, const Block& b, const Params& p) {
   }
 }
 
-// -- groups 2 and 3: records to tiles of keys ----------------------------------------------
+// -- groups 2 and 3: records to tiles of keys ------------------------------------------------------------------------
 
 DEV void unpacking_groups(Sums& o, const Block& b, const Params& p) {
   const int number = b.warp + 4 * (b.group - 2);  // of eight warps: keys 8 * number ... of a tile
@@ -255,7 +260,7 @@ DEV void unpacking_groups(Sums& o, const Block& b, const Params& p) {
   int t = -1, i = 0;  // of tile g
 #pragma unroll 1
   for (int g = -1; g < total; g++) {
-    if (g + 1 < total) {  // tile g + 1 lies in registers
+    if (g + 1 < total) {  // tile g + 1 lies in registers, of a window its first half
       const int next = t + 1 == b.tiles ? 0 : t + 1, st = (g + 1) & 1, lane = fresh(b.lane);
       const uint32_t tile = fresh(b.shared) + AT_KEYS + st * TILE;
       wait(b.bars().empty(st), (((g + 1) >> 1) & 1) ^ 1);
@@ -277,7 +282,7 @@ DEV void unpacking_groups(Sums& o, const Block& b, const Params& p) {
     if (after >= b.tiles) after -= b.tiles;
     if (after >= b.tiles) after -= b.tiles;
     if (g < 0) {
-      if (more) take(1, (b.tiles == 1 ? 0 : 1) >= b.compressed);
+      if (more) take(g + 2, after >= b.compressed);
       t = 0;
       continue;
     }

@@ -86,13 +86,14 @@ DEV uint32_t load8(uint32_t at) {
 
 // -- global memory --------------------------------------------------------------------------------------------------
 
+// Not by the read-only path (`.nc`): the kernel before may still write, up to `wait_for_kernel_before`.
 DEV void read128(const uint8_t* p, uint32_t (&w)[4]) {  // read once: kept out of the first-level cache
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p));
 }
 DEV void fetch_to_l2(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // its 128 bytes
 DEV int read_index(const int* p) {
   int r;
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(r) : "l"(p));
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(r) : "l"(p));
   return r;
 }
 DEV void write128(uint8_t* p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {

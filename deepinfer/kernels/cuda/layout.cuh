@@ -23,8 +23,8 @@ struct Params {
   uint8_t* out;                // as q
   int64_t window_stride, entry_stride;
   int rows, window, selected, window_step, entry_step;
-  int parts;    // blocks that share a row, each with its part of the tiles
-  float scale;  // of logits, times log2(e) and KEY_SCALE
+  int parts;    // blocks that share a row, a cluster, each with its part of the tiles
+  float scale;  // of logits, > 0, times log2(e) and KEY_SCALE
 };
 
 // Places, in bytes. The merge of parts uses those of queries and keys again.
@@ -34,10 +34,11 @@ constexpr int AT_P = AT_KEYS + 2 * TILE;                          // two tiles o
 constexpr int AT_RECORDS = AT_P + 2 * PANEL;                      // 64 compressed or 32 window records
 constexpr int AT_ALPHA = AT_RECORDS + 64 * ENTRY;                 // bf16 [2][64]: what sums of before are multiplied with
 constexpr int AT_FACTOR = AT_ALPHA + 256;                         // float [2][64]: of a row's sums; or maxima and sums of a part
-constexpr int AT_MASK = AT_FACTOR + 512;                          // uint64 [4]: keys of a tile that are there
+constexpr int AT_MASK = AT_FACTOR + 512;                          // uint64 [4]: keys of a tile that are there; that of tile g + 3 is written
+                                                                  // when group 0 has read that of tile g
 constexpr int AT_GREW = AT_MASK + 32;                             // int [2][4 warps]: whether a maximum grew
 constexpr int AT_BARRIERS = AT_GREW + 32;
-constexpr int SHARED_BYTES = AT_BARRIERS + 104;
+constexpr int SHARED_BYTES = AT_BARRIERS + 96;
 static_assert(32 * WINDOW_PITCH == 64 * ENTRY, "both kinds of records fill their place");
 static_assert(SHARED_BYTES <= 232448, "all that a block of Hopper can have");
 
@@ -68,12 +69,13 @@ struct Barriers {
   }
 };
 
-// A block's rows are first, first + step, ...; of each it has the tiles from `start` on, compressed ones first.
+// A block's rows are first, first + step, ...; of each it has the tiles from `start` on, part `rank`; compressed ones first.
 struct Block {
   uint32_t shared;
   int group, warp, lane;  // group of four warps, warp within it
   int rank, first, step, rows;
-  int start, tiles, compressed, all_compressed;  // tiles: of a row here, of which compressed, of which compressed in all blocks
+  int start, tiles, compressed;  // of a row: the first tile here, how many are here, how many of these are compressed
+  int all_compressed;            // compressed tiles of a row in all parts
 
   DEV Barriers bars() const { return {shared}; }
   DEV int64_t row(int i) const { return first + (int64_t)i * step; }

@@ -2,8 +2,8 @@
 #pragma once
 #include "hopper.cuh"
 
-// An operand in rows of 128 swizzled bytes. lead, stride: bytes between blocks of eight rows and between panels, in the
-// order that the PTX ISA's "matrix descriptor" asks for.
+// An operand in rows of 128 bytes, swizzled (bit 62), after the PTX ISA's "matrix descriptor". stride: bytes between blocks
+// of eight rows. lead: bytes between panels, for values alone: of the others a product reads within one panel.
 DEV uint64_t operand(uint32_t at, uint32_t lead, uint32_t stride) {
   return (uint64_t)((at >> 4) & 0x3FFF) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(stride >> 4) << 32 | (uint64_t)1 << 62;
 }

@@ -1,7 +1,7 @@
 // Sums of values: 64 heads x 128 dims in the registers of a group of four warps, and what becomes of them.
 //
-// A thread has heads r = 16 * warp + lane / 4 and r + 8: of columns 8 j + 2 (lane % 4), + 1 (j < 16) the sums 4 j, 4 j + 1
-// of head r and 4 j + 2, 4 j + 3 of head r + 8.
+// A thread has heads r = 16 * warp + lane / 4 and r + 8. With q = lane % 4 the sums 4 j, 4 j + 1 (j < 16) are of head r,
+// 4 j + 2, 4 j + 3 of head r + 8, both of dims 8 j + q and 8 j + q + 4: the order of a tile's columns (operands.cuh).
 #pragma once
 #include "layout.cuh"
 #include "products.cuh"
@@ -72,7 +72,8 @@ DEV void store_row(const Sums& o, const Block& b, int i, uint8_t* out) {
   store_sums(o, as_float(load32(at)), as_float(load32(at + 32)), 15, out + b.row(i) * ROW * HEADS, b.group, b.warp, b.lane);
 }
 
-// The factor of a head: KEY_SCALE / denominator; 0 where nothing, not even a sink, is in that.
+// The factor of a head: KEY_SCALE / denominator. 0 without a key: then the maximum is NO_KEY, a sink's share 2^(sink + 1e30)
+// is infinite, and without a sink the denominator is 0.
 DEV float factor_of(float denominator) { return denominator > 0.f ? KEY_SCALE / denominator : 0.f; }
 
 // Puts the parts of a row together, always in the same order. Every block of the cluster left the maxima and sums of its
