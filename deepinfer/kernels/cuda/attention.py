@@ -27,7 +27,7 @@ SHARED_BYTES = 232_448  # all that a block of Hopper can have
 MOST_PARTS = 8  # blocks of a portable cluster
 PART_TILES = 2  # of a part, at least: to put parts together costs more than the second tile
 FEW_ROWS, SHORT_TILES = 12, 3  # see `is_faster`
-# Params of layout.cuh: 7 pointers, 2 strides, rows, window, selected, their steps, parts, scale, the structure's own end.
+# Params of layout.cuh: 7 pointers, 2 strides, rows, window, selected, their steps, parts, scale, the structure's end.
 PARAMS = "7Q2q6if4x"
 LOG2E = 1.4426950408889634
 KEY_SCALE = 128.0  # the kernel's keys carry 2^-7
