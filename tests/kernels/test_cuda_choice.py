@@ -118,7 +118,7 @@ def test_where_it_serves_it_runs_but_for_a_few_rows_and_nothing_is_unpacked(
         assert not select.unpacks_keys(many[1:], pool)
         plan = [select.will_unpack(rows, 8, 128, q.device, q.dtype) for rows in (len(many), len(many) - 1)]
         assert plan == [not served, False]
-        ran = [attend(q, pool, *case) for case in ((1, 640, True), (12, 640, False), (13, 640, False), (1, 192, False))]
+        ran = [attend(q, pool, *case) for case in ((1, 640, True), (13, 640, False), (14, 640, False), (1, 192, False))]
     assert ran == ["CUDA C++", "Triton", "CUDA C++", "CUDA C++"] if served else ["Triton"] * 4
 
 

@@ -26,7 +26,7 @@ THREADS = 512  # of a block, of which a multiprocessor holds one
 SHARED_BYTES = 232_448  # all that a block of Hopper can have
 MOST_PARTS = 8  # blocks of a portable cluster
 PART_TILES = 2  # of a part, at least: to put parts together costs more than the second tile
-FEW_ROWS, SHORT_TILES = 12, 3  # see `is_faster`
+FEW_ROWS, SHORT_TILES = 13, 3  # see `is_faster`
 # Params of layout.cuh: 7 pointers, 2 strides, rows, window, selected, their steps, parts, scale, the structure's end.
 PARAMS = "7Q2q6if4x"
 LOG2E = 1.4426950408889634
@@ -133,7 +133,10 @@ def sparse_attention(
 
     Indices int32 or int64, -1 = empty wherever it stands. sink float32 [64] joins the denominator unscaled and has no
     value. A row with no key gives exactly 0. Records that no index names are not read. Operands are FP16: queries
-    beyond +-65,504 give NaN, window records of block scales below 2^-8 an absolute error of 2^-18 an element.
+    beyond +-65,504 and window records of block scales above 2^14 (keys of seven million) give NaN, window records of
+    block scales below 2^-8 an absolute error of 2^-18 an element.
+
+    ValueError: shapes that `serves` refuses; lists, a sink or a scale that do not fit; tensors of two devices.
 
     How many parts a row's list is cut into depends on N. `invariant`: never more than one, so that a row's bits do not
     depend on the rows beside it.
@@ -144,9 +147,10 @@ def sparse_attention(
     ready = _devices[device]
     assert isinstance(ready, _Device)
     rows = len(q)
-    q, sink = q.contiguous(), sink.float().contiguous()
     if kv_pool is None or kv_indices is None:
         kv_pool = kv_indices = None
+    _check(q, window_pool, window_indices, kv_pool, kv_indices, sink, scale)
+    q, sink = q.contiguous(), sink.float().contiguous()
     window_indices, window_step = _words(window_indices)
     window, selected, entry_step, entry_stride = window_indices.shape[1], 0, 1, 0
     pool_at = list_at = 0
@@ -170,15 +174,32 @@ def sparse_attention(
     return out
 
 
+def _check(
+    q: Tensor, window_pool: Tensor, window_indices: Tensor, kv_pool: Tensor | None, kv_indices: Tensor | None,
+    sink: Tensor, scale: float,
+) -> None:  # fmt: skip
+    """ValueError for what the kernel would read past, or would take for something else."""
+    for name, x in (("window_indices", window_indices), ("kv_indices", kv_indices)):
+        if x is not None and (x.dim() != 2 or len(x) != len(q)):
+            raise ValueError(f"{name}: must be [{len(q)}, any], a list a row of q, not {tuple(x.shape)}")
+    if sink.shape != (HEADS,):
+        raise ValueError(f"sink: must be [{HEADS}], not {tuple(sink.shape)}")
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(f"scale: must be a positive number, not {scale}")
+    others = (window_pool, window_indices, kv_pool, kv_indices, sink)
+    if any(x is not None and x.get_device() != q.get_device() for x in others):
+        raise ValueError("q, pools, lists and sink must be on one device")
+
+
 def tiles_of(window_indices: Tensor, kv_indices: Tensor | None) -> int:
     """Tiles of 64 keys that both lists of a row take."""
     return -(-window_indices.shape[1] // KEYS) - (0 if kv_indices is None else -kv_indices.shape[1] // KEYS)
 
 
 def is_faster(rows: int, tiles: int) -> bool:
-    """Than Triton's kernel, where a tile of a few rows has a program of its own and a second launch joins them. On an
-    H200, lists of 10 tiles: 1 row 17 and 12 us, 8 rows 17 and 14, 16 rows 18 and 19; of 2 tiles: 1 row 11 and 11, 64
-    rows 12 and 17."""
+    """Than Triton's kernel, where a tile of a few rows has a program of its own and a second launch joins them: up to
+    13 rows of 10 tiles run at once on an H200. There, lists of 10 tiles: 1 row 17 and 12 us, 8 rows 17 and 14, 16 rows
+    18 and 19; of 2 tiles: 1 row 11 and 11, 64 rows 12 and 17. 9 to 15 rows and 3 to 9 tiles were not measured."""
     return rows > FEW_ROWS or tiles <= SHORT_TILES
 
 

@@ -36,10 +36,11 @@ DEV void put_window_words(uint32_t at, uint32_t a, uint32_t b, uint32_t scale) {
   store128(at, r[0], r[1], r[2], r[3]);
 }
 // An e8m0 scale, 2^(code - 127) -> two halves, times 2^8 / KEY_SCALE = 2: exponent code - 111 of a half, below 1 a
-// subnormal one. Codes above 141, keys of seven million, do not fit and become 2^15.
+// subnormal one. Codes above 141, keys of seven million, do not fit: NaN (0x7E00), so that nobody takes them for keys.
 DEV uint32_t window_scale(uint32_t code, bool real) {
   const int exponent = (int)code - 111;
-  const uint32_t half = exponent >= 1 ? (uint32_t)min(exponent, 30) << 10 : 0x400u >> min(1 - exponent, 31);
+  const uint32_t fits = exponent >= 1 ? (uint32_t)exponent << 10 : 0x400u >> min(1 - exponent, 31);
+  const uint32_t half = exponent > 30 ? 0x7E00u : fits;
   return real ? half * 0x10001u : 0u;
 }
 
