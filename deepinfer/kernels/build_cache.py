@@ -6,7 +6,9 @@ same one. Loaders of shared libraries do not mind the bytes at the end.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 import stat
 import tempfile
@@ -16,9 +18,12 @@ from pathlib import Path
 
 SEAL = hashlib.sha256().digest_size  # bytes at the end of an entry
 
+logger = logging.getLogger(__name__)
+
 
 def cache_folder() -> Path:
-    """~/.cache/deepinfer/kernels, or without a usable home a folder of this user's own among temporary files."""
+    """~/.cache/deepinfer/kernels, or where that cannot be written a folder of this user's own among temporary files.
+    Where another user has that name: one of this process alone, with a warning. OSError where there is none at all."""
     try:
         folder = Path.home() / ".cache" / "deepinfer" / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +39,15 @@ def cache_folder() -> Path:
             return folder  # nobody else can have put a library there
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="deepinfer-kernels-"))
+    return Path(_folder_of_this_process(folder).name)
+
+
+@functools.cache
+def _folder_of_this_process(taken: Path) -> tempfile.TemporaryDirectory[str]:
+    """In place of `taken`; it goes when the process ends."""
+    made = tempfile.TemporaryDirectory(prefix="deepinfer-kernels-", ignore_cleanup_errors=True)
+    logger.warning("kernels are compiled in every process: no home to keep them in, and others may write %s", taken)
+    return made
 
 
 def entry_key(*parts: str) -> str:

@@ -92,9 +92,11 @@ def _prepared(index: int) -> _Device | str:
     capability = properties.major, properties.minor
     if capability != CAPABILITY:
         return f"it is made for compute capability 9.0, not for {capability[0]}.{capability[1]}"
+    if not read_environment().cuda_kernels:
+        off = "DEEPINFER_CUDA_KERNELS=0 switches the kernels in CUDA C++ off"
+        logger.info("attention runs in Triton on cuda:%d: %s", index, off)
+        return off
     try:
-        if not read_environment().cuda_kernels:
-            raise CudaBuildError("DEEPINFER_CUDA_KERNELS=0 switches the kernels in CUDA C++ off")
         kernel, _ = _kernel()
         kernel.load(index)
         clusters = tuple(kernel.clusters(index, blocks) for blocks in range(1, MOST_PARTS + 1))

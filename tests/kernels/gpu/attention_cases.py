@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from twins import DEVICE
 
+from deepinfer.kernels.cuda import attention as cuda_attention
 from deepinfer.kernels.reference import attention as reference
 from deepinfer.kernels.reference import records
+from deepinfer.kernels.select.backends import gpu_problem
 
 ON_GPU = DEVICE.type == "cuda"
 POOL_ROWS = 4096 if ON_GPU else 96
@@ -24,6 +26,11 @@ NOTHING = 2.0**-110  # a sum of weights beyond float32, because the sink is so l
 _ROWS_AT_ONCE = 64  # of the float64 result: 64 x 645 keys x 512 x 8 bytes = 169 MB
 
 Attention = Callable[..., Tensor]  # `sparse_attention` of a family of kernels
+
+
+def cuda_problem() -> str | None:
+    """Why attention in CUDA C++ cannot be tested on DEVICE: no Hopper GPU, no compiler, switched off."""
+    return gpu_problem(DEVICE) or cuda_attention.problem(DEVICE)
 
 
 class Case:

@@ -11,14 +11,13 @@ import random
 
 import pytest
 import torch
-from attention_cases import NAN_RECORD, ON_GPU, Case, Exact, assert_right
+from attention_cases import NAN_RECORD, ON_GPU, Case, Exact, assert_right, cuda_problem
 from torch import Tensor
 from twins import DEVICE, relative_error
 
 from deepinfer.kernels.reference import records
-from deepinfer.kernels.select.backends import gpu_problem
 
-problem = gpu_problem(DEVICE)
+problem = cuda_problem()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(problem is not None, reason=f"the CUDA kernels: {problem}")]
 
 if problem is None:

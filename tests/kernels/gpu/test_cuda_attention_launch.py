@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import ON_GPU, Case, assert_right, natural, poison_freed_memory
+from attention_cases import ON_GPU, Case, assert_right, cuda_problem, natural, poison_freed_memory
 from torch import Tensor
 from twins import DEVICE
 
-from deepinfer.kernels.select.backends import gpu_problem
-
-problem = gpu_problem(DEVICE)
+problem = cuda_problem()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(problem is not None, reason=f"the CUDA kernels: {problem}")]
 
 if problem is None:
