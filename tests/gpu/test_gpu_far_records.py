@@ -61,6 +61,8 @@ def test_records_are_written_far_away(insert: str, width: int) -> None:
 @pytest.mark.parametrize("family", ["triton", "cuda"])
 def test_attention_reads_far_away(rows: int, dtype: torch.dtype, family: str) -> None:
     torch.manual_seed(1)
+    if family == "cuda" and (problem := cuda_attention.problem(torch.device("cuda"))):
+        pytest.skip(problem)
     sparse_attention = {"triton": triton_attention, "cuda": cuda_attention}[family].sparse_attention
     pools = []
     for width, insert in ((WINDOW, "insert_window"), (COMPRESSED, "insert_compressed")):
