@@ -135,6 +135,16 @@ DEV void logits_group(Sums& o, const Block& b, const Params& p) {
   }
 }
 
+// The end of row i for the groups that have no logits: the next row's queries, then this row's sums.
+DEV void next_row(const Sums& o, const Block& b, const Params& p, int i) {
+  if (i + 1 < b.rows) {
+    wait(b.bars().queries_read(), i & 1);
+    put_queries(b, p.q + b.row(i + 1) * ROW * HEADS);
+  }
+  wait(b.bars().factor(i & 1), (i >> 1) & 1);
+  store_row(o, b, i, p.out);
+}
+
 // -- group 1: asks for records ---------------------------------------------------------------------------------------
 
 // What is asked for next: a unit is a compressed tile or half of a window tile.
@@ -223,12 +233,7 @@ DEV void requests_group(Sums& o, const Block& b, const Params& p) {
     if (b.lane == 0) arrive(b.bars().empty(st));
     if (++t < b.tiles) continue;
     if (p.parts > 1) break;
-    if (i + 1 < b.rows) {
-      wait(b.bars().queries_read(), i & 1);
-      put_queries(b, p.q + b.row(i + 1) * ROW * HEADS);
-    }
-    wait(b.bars().factor(i & 1), (i >> 1) & 1);
-    store_row(o, b, i, p.out);
+    next_row(o, b, p, i);
     i++;
     t = 0;
   }
@@ -295,12 +300,7 @@ DEV void unpacking_groups(Sums& o, const Block& b, const Params& p) {
     if (b.lane == 0) arrive(b.bars().empty(st));
     if (++t < b.tiles) continue;
     if (p.parts > 1) break;
-    if (i + 1 < b.rows) {
-      wait(b.bars().queries_read(), i & 1);
-      put_queries(b, p.q + b.row(i + 1) * ROW * HEADS);
-    }
-    wait(b.bars().factor(i & 1), (i >> 1) & 1);
-    store_row(o, b, i, p.out);
+    next_row(o, b, p, i);
     i++;
     t = 0;
   }
