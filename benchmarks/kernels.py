@@ -14,7 +14,6 @@ import gc
 import importlib
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from kernel_cases import AREAS, KernelCase, Prepared, bound, limit_us
 from peers import Peers
 from report import commit
 
+from deepinfer.bench.output import unwritable
 from deepinfer.kernels.timing import Rates, measured_rates, time_launches
 
 
@@ -145,17 +145,6 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     out += [f"{line['name']}: {line['failed']}" for line in lines if "failed" in line]
     out += [f"{line['name']}, peer: {line['peer']['failed']}" for line in lines if "failed" in (line.get("peer") or {})]
     return "\n".join(out)
-
-
-def unwritable(file: Path) -> str | None:
-    """Why figures could not be written to a file, None if they can: asked before they are measured."""
-    if not file.parent.is_dir():
-        return f"there is no directory {file.parent}; make it, or name another file"
-    if file.is_dir():
-        return f"{file} is a directory; name a file"
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        return f"{file} may not be written to; name another file"
-    return None
 
 
 def parser() -> argparse.ArgumentParser:

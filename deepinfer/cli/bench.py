@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deepinfer.bench.output import unwritable
 from deepinfer.cli import options
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def bench(
 
     With --rank-share instead: how long a decode step and a prefill of one rank take, beside what they could take.
     """
-    if json_file is not None:
-        check_writable(json_file)
+    if json_file is not None and (reason := unwritable(json_file)):
+        raise ValueError(f"json: {reason}")
     if rank_share is not None:
         if server is not None:
             raise ValueError("rank_share: measures this machine's device, not a server; leave out --server")
@@ -178,16 +178,6 @@ def parse_ranks(text: str) -> int:
     if name != "ep" or not number.isascii() or not number.isdigit() or int(number) < 1:
         raise ValueError(f"rank_share: must be ep=N with a number of ranks, as ep=8, got {text!r}")
     return int(number)
-
-
-def check_writable(file: Path) -> None:
-    """ValueError where figures could not be written to it: found now, and not when a whole run is over."""
-    if not file.parent.is_dir():
-        raise ValueError(f"json: there is no directory {file.parent}; make it, or name another file")
-    if file.is_dir():
-        raise ValueError(f"json: {file} is a directory; name a file")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"json: {file} may not be written to; name another file")
 
 
 def _measure_rank(share: "RankShare", device: str, json_file: Path | None, quiet: bool) -> None:
