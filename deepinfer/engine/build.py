@@ -152,10 +152,10 @@ def _beside_the_cache(settings: Settings, model: ModelConfig, drafts: int) -> tu
     if settings.device.type == "cpu":
         return 0, 0
     rows = settings.max_num_seqs * (1 + drafts)
-    twins = select.gpu_twins(settings.device, getattr(torch, settings.dtype))
+    where = settings.device, getattr(torch, settings.dtype)
+    twins = select.gpu_twins(*where)
     # Experts that no kernel serves run the reference, which asks the device how many rows each has: not in a graph.
     graph_rows = min(rows, MOST_ROWS) if twins and select.shuffles_experts(model.hidden_size) else 0
-    where = settings.device, getattr(torch, settings.dtype)
     return _working(settings, model, drafts, graph_rows, where).total, graph_rows
 
 

@@ -89,8 +89,7 @@ def cuda_fact(device: torch.device) -> Fact:
         return "cuda c++", "note", f"not tried: {error}"
     if problem is not None:
         return "cuda c++", "note", f"sparse attention runs in Triton, slower: {' '.join(problem.split())}"
-    shape = f"{attention.HEADS} heads of {attention.DIM} dims"
-    return "cuda c++", "ok", f"sparse attention, {shape}, built by {attention.compiler()}"
+    return "cuda c++", "ok", f"sparse attention, {attention.SERVED}, built by {attention.compiler()}"
 
 
 def trial(device: torch.device) -> str | None:

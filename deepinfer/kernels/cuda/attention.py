@@ -21,6 +21,7 @@ from deepinfer.kernels.cuda.driver import CudaError, Kernel
 from deepinfer.kernels.reference.records import compressed_bytes, window_bytes
 
 HEADS, DIM = 64, 512
+SERVED = f"{HEADS} heads of {DIM} dims"  # for people
 KEYS = 64  # a tile
 THREADS = 512  # of a block, of which a multiprocessor holds one
 SHARED_BYTES = 232_448  # all that a block of Hopper can have

@@ -94,8 +94,7 @@ def explain(device: torch.device, dtype: torch.dtype) -> str:
 def _explain_gpu(device: torch.device) -> str:
     name, problem = torch.cuda.get_device_name(device), cuda_attention.problem(device)
     if problem is None:
-        shape = f"{cuda_attention.HEADS} heads of {cuda_attention.DIM} dims"
-        return f"GPU kernels in Triton, attention of {shape} in CUDA C++, on {name}"
+        return f"GPU kernels in Triton, attention of {cuda_attention.SERVED} in CUDA C++, on {name}"
     # the whole of a compiler's complaint is in the log
     return f"GPU kernels in Triton on {name}; not in CUDA C++: {textwrap.shorten(problem, 200, placeholder=' ...')}"
 
